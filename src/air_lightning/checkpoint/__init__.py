@@ -1,0 +1,1 @@
+"""The save path: DCP storage, staging, one save in flight, and the catalogue."""

@@ -1,0 +1,1 @@
+"""Lightning and Fabric: the only folder that imports lightning."""

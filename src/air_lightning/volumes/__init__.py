@@ -1,0 +1,1 @@
+"""Where files are: paths, and the one module that moves bytes."""
