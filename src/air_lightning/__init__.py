@@ -78,9 +78,38 @@ _HOMES = {
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 __version__ = "0.1.0"
-__all__ = [  # noqa: PLE0604, RUF100 - the table above is the one list; a second would drift from it
+__all__ = [
+    "AirCheckpointIO",
+    "AirDataModule",
+    "AirError",
+    "AirResume",
+    "CheckpointError",
+    "CheckpointMismatchError",
+    "Checkpointable",
+    "CorruptCheckpointError",
+    "DataLoader",
+    "EmptyVolumeError",
+    "FileChangedError",
+    "FileVanishedError",
+    "GridMismatchError",
+    "InvalidArgumentError",
+    "InvalidPathError",
+    "NotCheckpointableError",
+    "SaveFailedError",
+    "StateError",
+    "StorageError",
+    "UCVolumeDataset",
+    "UCVolumeReader",
+    "UCVolumeWriter",
+    "UnsafeCheckpointError",
+    "VolumeNotMountedError",
     "__version__",
-    *_HOME_OF,
+    "capture_rng_state",
+    "find_latest_valid",
+    "list_checkpoints",
+    "prune_checkpoints",
+    "restore_rng_state",
+    "verify_checkpoint",
 ]
 
 

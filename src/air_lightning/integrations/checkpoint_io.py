@@ -1,0 +1,240 @@
+"""AirCheckpointIO: the plugin that saves asynchronously through DCP.
+
+The call chain of one save under a Trainer::
+
+    ModelCheckpoint -> trainer.save_checkpoint -> strategy.save_checkpoint    (every rank)
+      -> AirCheckpointIO.save_on_all_ranks                                    (attach.py bound it)
+        -> state.to_entries      flat tensors by name, one blob, one blob per rank
+        -> AsyncSaver.save       waits for the save in flight, stages; the rest is in the background
+          -> UCVolumeWriter      shards, then air_manifest.json, then .metadata, last
+
+Where nothing bound the strategy, its rank 0 calls ``save_checkpoint``, and that process writes
+the whole checkpoint by itself.
+"""
+
+import os
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
+from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
+from typing_extensions import override
+
+from air_lightning.checkpoint.catalog import remove_checkpoint, verify_checkpoint
+from air_lightning.checkpoint.dcp import UCVolumeReader, UCVolumeWriter
+from air_lightning.checkpoint.saver import AsyncSaver
+from air_lightning.checkpoint.state import read_checkpoint, to_entries
+from air_lightning.errors import InvalidArgumentError
+from air_lightning.volumes import path as volume_path
+from air_lightning.volumes.storage import open_storage
+
+PathLike = str | os.PathLike[str]
+
+
+class AirCheckpointIO(CheckpointIO):
+    """Saves a Trainer's checkpoints asynchronously, by every rank, as DCP directories.
+
+    ``Trainer(plugins=[AirCheckpointIO()])`` is enough: a callback that Lightning finds through an
+    entry point binds the Trainer's strategy to this plugin (single device and DDP).
+
+    Args:
+        storage_options: Options for fsspec when a checkpoint path is a URL.
+        verify: Whether loading compares each file that is read with its recorded checksum.
+            Sizes are always compared.
+        timeout_s: Seconds that a background save may wait for another rank, and that waiting for
+            a save may take.
+
+    Raises:
+        InvalidArgumentError: ``timeout_s`` is not positive.
+    """
+
+    def __init__(
+        self,
+        *,
+        storage_options: dict[str, Any] | None = None,
+        verify: bool = False,
+        timeout_s: float = 1800.0,
+    ) -> None:
+        if not timeout_s > 0:
+            raise InvalidArgumentError(
+                f"timeout_s={timeout_s!r} was given; a positive number of seconds is wanted."
+            )
+        self.storage_options = storage_options
+        self.verify = verify
+        self.timeout_s = timeout_s
+        self._saver: AsyncSaver | None = None
+        self._group: dist.ProcessGroup | None = None
+        self._world: object | None = None
+
+    @property
+    def stats(self) -> list[Any]:
+        """One record per save of this process: stall, staging and writing in seconds, bytes."""
+        return [] if self._saver is None else list(self._saver.stats)
+
+    def connect(self) -> None:
+        """Create what saves of all ranks need; every rank calls this at the same moment.
+
+        The background runs its collectives on a gloo group of its own: on the user's group they
+        would meet the training's collectives in another order on each rank, and deadlock.
+        """
+        world = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+        if self._saver is not None and world is self._world:
+            return
+        if self._saver is not None:
+            self._saver.close()
+        self._world = world
+        self._group = None
+        if world is not None:
+            timeout = timedelta(seconds=self.timeout_s)
+            self._group = dist.new_group(backend="gloo", timeout=timeout)
+        self._saver = AsyncSaver(
+            process_group=self._group, no_dist=world is None, timeout_s=self.timeout_s
+        )
+
+    def save_on_all_ranks(
+        self,
+        checkpoint: dict[str, Any],
+        path: PathLike,
+        *,
+        optimizer_names: Sequence[Mapping[int, str] | None],
+        rank_blob: Mapping[str, Any],
+        storage_options: dict[str, Any] | None = None,
+    ) -> None:
+        """Start saving, together with every other rank; returns once the state is staged.
+
+        Args:
+            checkpoint: The Trainer's checkpoint dict.
+            path: Directory that becomes the checkpoint.
+            optimizer_names: For each optimizer, the parameter name of each integer id.
+            rank_blob: What only this rank knows: loader position and generators.
+            storage_options: Options for fsspec, over those of the constructor.
+
+        Raises:
+            SaveFailedError: The save before this one failed in the background.
+            StorageError: The path cannot become a checkpoint directory.
+        """
+        self.connect()
+        saver = self._saver
+        assert saver is not None
+        target = volume_path.normalize(path, allow_local=True)
+        options = storage_options or self.storage_options
+        rank = dist.get_rank() if self._world is not None else 0
+        entries = to_entries(
+            checkpoint, optimizer_names=optimizer_names, rank=rank, rank_blob=rank_blob
+        )
+        step, epoch = checkpoint.get("global_step"), checkpoint.get("epoch")
+
+        def make_writer() -> UCVolumeWriter:
+            return UCVolumeWriter(target, global_step=step, epoch=epoch, storage_options=options)
+
+        saver.save(entries, make_writer)
+
+    @override
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], path: PathLike, storage_options: Any | None = None
+    ) -> None:
+        """Save from this process alone; the host calls it when no strategy was bound."""
+        if self._saver is None:
+            self._saver = AsyncSaver(no_dist=True, timeout_s=self.timeout_s)
+        if self._world is not None:
+            raise InvalidArgumentError(
+                "save_checkpoint was called on one rank while every rank of this run takes part "
+                "in saves; call trainer.save_checkpoint(path) on every rank."
+            )
+        nameless = [None] * len(checkpoint.get("optimizer_states", ()))
+        self.save_on_all_ranks(
+            checkpoint,
+            path,
+            optimizer_names=nameless,
+            rank_blob={},
+            storage_options=storage_options,
+        )
+
+    @override
+    def load_checkpoint(
+        self, path: PathLike, map_location: Any | None = None, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Load a checkpoint directory, or a single file that Lightning itself wrote.
+
+        Raises:
+            CheckpointError: The directory is no complete checkpoint.
+            CorruptCheckpointError: A file is missing, short or altered.
+            UnsafeCheckpointError: Reading it would run code (see ``weights_only``).
+        """
+        return self.load_on_this_rank(path, weights_only=weights_only)[0]
+
+    def load_on_this_rank(
+        self, path: PathLike, *, weights_only: bool | None = None
+    ) -> tuple[dict[str, Any], dict[str, Any] | None]:
+        """Load the Trainer's checkpoint dict and what this rank alone saved.
+
+        Returns:
+            The checkpoint, tensors on the CPU, and this rank's blob; None for the latter where the
+            checkpoint has none of this rank.
+        """
+        self.wait()
+        target = volume_path.normalize(path, allow_local=True)
+        if self._is_file(target):
+            return self._load_file(target, weights_only), None
+        reader = UCVolumeReader(target, verify=self.verify, storage_options=self.storage_options)
+        rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+        return read_checkpoint(
+            reader, rank=rank, weights_only=weights_only, process_group=None, no_dist=True
+        )
+
+    def world_size_of(self, path: PathLike) -> int | None:
+        """The number of ranks that saved a checkpoint; None for one that does not say."""
+        target = volume_path.normalize(path, allow_local=True)
+        if self._is_file(target):
+            return None
+        record = verify_checkpoint(target, storage_options=self.storage_options)
+        return record.world_size
+
+    @override
+    def remove_checkpoint(self, path: PathLike) -> None:
+        """Delete a checkpoint, once the save in flight, its successor, is published."""
+        target = volume_path.normalize(path, allow_local=True)
+
+        def remove() -> None:
+            remove_checkpoint(target, storage_options=self.storage_options)
+
+        if self._saver is None:
+            remove()
+        else:
+            self._saver.after_published(remove)
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Block until the save in flight is published.
+
+        Raises:
+            SaveFailedError: It failed; raised once.
+        """
+        if self._saver is not None:
+            self._saver.wait(timeout_s)
+
+    @override
+    def teardown(self) -> None:
+        """Wait for the save in flight, bounded; errors stay for ``wait`` and mask none."""
+        if self._saver is not None:
+            self._saver.close()
+
+    def _is_file(self, target: str) -> bool:
+        local = volume_path.local_dir(target)
+        if local is not None:
+            return os.path.isfile(local)
+        parent = open_storage(
+            volume_path.parent(target), allow_local=True, storage_options=self.storage_options
+        )
+        return any(
+            not entry.is_dir and entry.name == volume_path.name(target)
+            for entry in parent.list_dir()
+        )
+
+    def _load_file(self, target: str, weights_only: bool | None) -> dict[str, Any]:
+        local = volume_path.local_dir(target)
+        loaded: dict[str, Any] = TorchCheckpointIO().load_checkpoint(
+            local or target, weights_only=weights_only
+        )
+        return loaded

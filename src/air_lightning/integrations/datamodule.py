@@ -1,0 +1,170 @@
+"""AirDataModule: datasets and loaders from paths, as a LightningDataModule.
+
+Everything that Lightning asks of a data module is answered from four paths and a few options;
+a subclass overrides ``decode`` or one of the ``*_dataset`` methods and keeps the rest.
+"""
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+from lightning.pytorch import LightningDataModule
+from typing_extensions import override
+
+from air_lightning.data.dataset import UCVolumeDataset
+from air_lightning.data.loader import DataLoader
+from air_lightning.data.stream import current_rank
+from air_lightning.errors import InvalidArgumentError
+from air_lightning.volumes import path as volume_path
+
+Uneven = Literal["keep", "pad", "drop"]
+
+
+class AirDataModule(LightningDataModule):
+    """Builds datasets and loaders for the files below up to four paths.
+
+    Args:
+        train: Path of the training files: a volume path or an fsspec URL.
+        val: Path of the validation files.
+        test: Path of the test files.
+        predict: Path of the files to predict.
+        decode: What turns a local path into a sample; a subclass may override ``decode``
+            instead. Default: the sample is the path.
+        batch_size: Samples per batch and rank.
+        shuffle: Whether training files come in an order drawn from ``seed`` and the epoch.
+            The other stages keep the order of the list.
+        seed: Seed of that order and of the workers' random streams.
+        pattern: Glob on the path relative to the stage's path, e.g. ``"*.png"``.
+        num_workers: Worker processes per rank and loader; -1 for DataLoader's own default.
+        prefetch_factor: Batches that each worker prepares ahead.
+        uneven: What happens when the files do not divide evenly among ranks and workers.
+            Default: ``"pad"`` under more than one rank, so that no rank waits for ever for a
+            batch that another does not have; ``"keep"`` otherwise.
+        on_error: ``"raise"`` or ``"skip"`` for a file that cannot be read.
+        cache_dir: Directory on a local disk that ranks and restarts of a node share as a cache.
+        pin_memory: Whether batches are copied to page-locked memory.
+        drop_last: Whether a worker's last, smaller batch is left out in training.
+        storage_options: Options for fsspec when paths are URLs.
+
+    Raises:
+        InvalidPathError: A path is neither a volume path nor a URL.
+        InvalidArgumentError: No path was given, or a number is out of range.
+    """
+
+    def __init__(
+        self,
+        train: str | None = None,
+        val: str | None = None,
+        test: str | None = None,
+        predict: str | None = None,
+        *,
+        decode: Callable[[str], Any] | None = None,
+        batch_size: int = 1,
+        shuffle: bool = True,
+        seed: int = 0,
+        pattern: str | None = None,
+        num_workers: int = -1,
+        prefetch_factor: int = 4,
+        uneven: Uneven | None = None,
+        on_error: Literal["raise", "skip"] = "raise",
+        cache_dir: str | None = None,
+        pin_memory: bool = False,
+        drop_last: bool = False,
+        storage_options: dict[str, Any] | None = None,
+    ) -> None:
+        super().__init__()
+        given = {"train": train, "val": val, "test": test, "predict": predict}
+        self.paths = {
+            stage: volume_path.normalize(path) for stage, path in given.items() if path is not None
+        }
+        if not self.paths:
+            raise InvalidArgumentError(
+                "AirDataModule was given no path; give at least one of train=, val=, test= and "
+                'predict=, e.g. train="/Volumes/<catalog>/<schema>/<volume>/images".'
+            )
+        if batch_size < 1:
+            raise InvalidArgumentError(
+                f"batch_size={batch_size} was given; at least 1 sample is wanted."
+            )
+        self.batch_size = batch_size
+        self.shuffle = shuffle
+        self.seed = seed
+        self.uneven = uneven
+        self.drop_last = drop_last
+        self._decode = decode
+        self._dataset_options: dict[str, Any] = {
+            "pattern": pattern,
+            "seed": seed,
+            "on_error": on_error,
+            "cache_dir": cache_dir,
+            "storage_options": storage_options,
+        }
+        self._loader_options: dict[str, Any] = {
+            "num_workers": num_workers,
+            "prefetch_factor": prefetch_factor,
+            "pin_memory": pin_memory,
+        }
+
+    def decode(self, path: str) -> Any:
+        """Turn the local path of a file into a sample; runs in the workers."""
+        return path if self._decode is None else self._decode(path)
+
+    def dataset(self, stage: str, *, shuffle: bool = False) -> Any:
+        """The decoded dataset of one stage: ``train``, ``val``, ``test`` or ``predict``.
+
+        Raises:
+            InvalidArgumentError: That stage was given no path.
+            EmptyVolumeError: There is no file below it.
+        """
+        if stage not in self.paths:
+            raise InvalidArgumentError(
+                f"The {stage!r} stage was asked for, and AirDataModule was given paths for "
+                f"{sorted(self.paths)} only; add {stage}=<path>."
+            )
+        # Asked here, when the Trainer wants the loader: in __init__ no process group exists.
+        _, world_size = current_rank()
+        uneven = self.uneven or ("pad" if world_size > 1 else "keep")
+        files = UCVolumeDataset(
+            self.paths[stage], shuffle=shuffle, uneven=uneven, **self._dataset_options
+        )
+        return files.map(self.decode)
+
+    def train_dataset(self) -> Any:
+        """The dataset that ``train_dataloader`` wraps."""
+        return self.dataset("train", shuffle=self.shuffle)
+
+    def val_dataset(self) -> Any:
+        """The dataset that ``val_dataloader`` wraps."""
+        return self.dataset("val")
+
+    def test_dataset(self) -> Any:
+        """The dataset that ``test_dataloader`` wraps."""
+        return self.dataset("test")
+
+    def predict_dataset(self) -> Any:
+        """The dataset that ``predict_dataloader`` wraps."""
+        return self.dataset("predict")
+
+    @override
+    def train_dataloader(self) -> Any:
+        """The loader of the training files."""
+        return self._loader(self.train_dataset(), drop_last=self.drop_last)
+
+    @override
+    def val_dataloader(self) -> Any:
+        """The loader of the validation files; no loader when no path was given."""
+        return self._loader(self.val_dataset()) if "val" in self.paths else []
+
+    @override
+    def test_dataloader(self) -> Any:
+        """The loader of the test files."""
+        return self._loader(self.test_dataset())
+
+    @override
+    def predict_dataloader(self) -> Any:
+        """The loader of the files to predict."""
+        return self._loader(self.predict_dataset())
+
+    def _loader(self, dataset: Any, *, drop_last: bool = False) -> Any:
+        return DataLoader(
+            dataset, batch_size=self.batch_size, drop_last=drop_last, **self._loader_options
+        )

@@ -1,0 +1,155 @@
+"""What each rank alone knows of a training run: loader positions and random generators.
+
+Lightning saves rank 0's loader state and gives it to every rank, loads it only where its own
+progress says that an epoch was interrupted, and, for a loader without length, has fetched one
+batch that was not trained on. Here every rank keeps its own, in one blob of the same commit:
+
+    save     position(trainer)      loader states less what the fetcher holds ahead, and RNG
+    restore  Restorer.arm(blob)
+               loader states        where Lightning would load its own: before ``iter()``
+               RNG                  after the first batch was fetched, before anything uses it:
+                                    creating iterators draws from torch's generator
+"""
+
+import logging
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from air_lightning.checkpoint.rng import capture_rng_state, restore_rng_state
+from air_lightning.data.loader import DataLoader
+from air_lightning.errors import GridMismatchError, NotCheckpointableError, StateError
+
+logger = logging.getLogger("air_lightning")
+
+BLOB_VERSION = 1
+
+
+def position(trainer: Any) -> dict[str, Any]:
+    """The blob of this rank, as of the last batch that was trained on."""
+    loop = trainer.fit_loop
+    return {
+        "version": BLOB_VERSION,
+        "rank": trainer.global_rank,
+        "world_size": trainer.world_size,
+        "epoch_done": loop.epoch_loop._num_ready_batches_reached(),
+        "loaders": [_state(loader, _batches_ahead(loop)) for loader in _loaders(loop)],
+        "rng": capture_rng_state(),
+    }
+
+
+def start_next_pass(trainer: Any) -> None:
+    """Move every train loader that was left in the middle of a pass to its next epoch.
+
+    ``limit_train_batches`` ends an epoch early. Without this, the next pass would begin the same
+    epoch again, and the files past the limit would never be seen.
+    """
+    loop = trainer.fit_loop
+    for loader in _loaders(loop):
+        state = _state(loader, _batches_ahead(loop))
+        if isinstance(loader, DataLoader) and state is not None and state["batches"] > 0:
+            loader.set_epoch(loader.epoch + 1)
+
+
+class Restorer:
+    """Gives each rank its own loader states and generators back, at the moments that are right."""
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self._loaders_due: Mapping[str, Any] | None = None
+        self._rng_due: Mapping[str, Any] | None = None
+        loop = trainer.fit_loop
+        self._load_lightnings = loop._load_combined_loader_states
+        self._after_fetch = loop.epoch_loop._on_after_fetch
+        # On these instances only: the loader states that Lightning would put into the checkpoint
+        # are rank 0's, and a loader of a dataset that has no state would raise there.
+        loop.on_save_checkpoint = dict
+        loop._load_combined_loader_states = self._load_loaders
+        loop.epoch_loop._on_after_fetch = self._on_after_fetch
+
+    def arm(self, blob: Mapping[str, Any] | None, world_size: int | None = None) -> None:
+        """Keep a loaded blob until the loaders and the first batch are there.
+
+        Args:
+            blob: This rank's blob, or None when the checkpoint has none of this rank.
+            world_size: Without a blob: the world size that the checkpoint was taken with; None
+                when it does not say, as Lightning's own files.
+
+        Raises:
+            StateError: The blob has a version that is not known here.
+            GridMismatchError: The checkpoint was taken with another world size.
+        """
+        if not blob:
+            self._refuse_other_world(world_size)
+            return
+        if blob.get("version") != BLOB_VERSION:
+            raise StateError(
+                f"The per-rank state has version {blob.get('version')!r}; this release reads "
+                f"version {BLOB_VERSION}. Load it with the release that wrote it."
+            )
+        self._refuse_other_world(blob["world_size"])
+        self._loaders_due, self._rng_due = blob, blob["rng"]
+
+    def _refuse_other_world(self, world_size: int | None) -> None:
+        here = self._trainer.world_size
+        if world_size not in (None, here):
+            raise GridMismatchError(
+                f"The checkpoint was taken with {world_size} ranks, and this run has {here}: the "
+                f"loader positions of another grid would skip and repeat files. Start with "
+                f"{world_size} ranks, or begin a new epoch from its weights alone."
+            )
+
+    def _load_loaders(self) -> None:
+        blob, self._loaders_due = self._loaders_due, None
+        if blob is None:
+            self._load_lightnings()
+            return
+        loaders = list(_loaders(self._trainer.fit_loop))
+        if len(loaders) != len(blob["loaders"]):
+            raise StateError(
+                f"The checkpoint has the positions of {len(blob['loaders'])} train loaders, and "
+                f"this run has {len(loaders)}; give the same loaders in the same order."
+            )
+        for loader, state in zip(loaders, blob["loaders"], strict=True):
+            if state is not None:
+                _load(loader, state, epoch_done=blob["epoch_done"])
+
+    def _on_after_fetch(self) -> None:
+        self._after_fetch()
+        rng, self._rng_due = self._rng_due, None
+        if rng is not None:
+            restore_rng_state(rng)
+
+
+def _load(loader: Any, state: dict[str, Any], *, epoch_done: bool) -> None:
+    if not hasattr(loader, "load_state_dict"):
+        raise StateError(
+            f"The checkpoint has the position of a train loader, and this run's "
+            f"{type(loader).__name__} takes none; use air_lightning.DataLoader, as when it was "
+            "saved."
+        )
+    loader.load_state_dict(state)
+    if epoch_done and isinstance(loader, DataLoader) and state["batches"] > 0:
+        # The Trainer ended that epoch before the loader did (limit_train_batches).
+        loader.set_epoch(state["epoch"] + 1)
+
+
+def _loaders(fit_loop: Any) -> Iterator[Any]:
+    combined = fit_loop._combined_loader
+    return iter(()) if combined is None else iter(combined.flattened)
+
+
+def _batches_ahead(fit_loop: Any) -> int:
+    return len(getattr(fit_loop._data_fetcher, "batches", ()))
+
+
+def _state(loader: Any, batches_ahead: int) -> dict[str, Any] | None:
+    if isinstance(loader, DataLoader):
+        try:
+            ours: dict[str, Any] = loader.state_dict(batches_ago=batches_ahead)
+            return ours
+        except NotCheckpointableError:
+            return None
+    if hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict"):
+        state: dict[str, Any] = loader.state_dict()
+        return state
+    return None

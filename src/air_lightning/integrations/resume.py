@@ -1,0 +1,138 @@
+"""AirResume: go on from the newest valid checkpoint, exactly.
+
+    fit -> _restore_modules_and_callbacks -> resume_start(path)       every rank, group is up
+      path given          it wins
+      path None, or last  rank 0 looks for the newest valid one and tells the others
+      -> strategy.load_checkpoint (attach.py): the checkpoint, and this rank's own position
+      -> position.Restorer: loaders before ``iter()``, generators after the first fetch
+
+One rank chooses because listings of a volume may differ between nodes for some seconds; ranks
+that resume from different steps train on, silently, with different weights.
+"""
+
+import logging
+import os
+from collections.abc import Iterable
+from typing import Any
+
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from typing_extensions import override
+
+from air_lightning.checkpoint.catalog import find_latest_valid, verify_checkpoint
+from air_lightning.errors import AirError, CheckpointError, InvalidArgumentError
+from air_lightning.integrations.attach import AirAttach, bind
+from air_lightning.volumes import path as volume_path
+
+logger = logging.getLogger("air_lightning")
+
+
+class AirResume(AirAttach):
+    """Resumes ``trainer.fit`` from the newest valid checkpoint; starts fresh when there is none.
+
+    A checkpoint is valid when its ``.metadata`` is there and its files have their recorded sizes.
+    Restores weights, optimizers and loops as Lightning does, and for each rank its loader position
+    and random generators, so that the run goes on with the batch that would have come next.
+
+    An explicit ``fit(ckpt_path=...)`` wins. ``ckpt_path="last"`` means the newest valid one. Only
+    a Trainer that has not trained yet resumes: a second ``fit`` goes on from memory.
+
+    Args:
+        dirpath: Directory whose children are checkpoints (a volume path, an fsspec URL or a local
+            path). Default: the directories of the Trainer's ``ModelCheckpoint`` callbacks, those
+            with ``save_weights_only=True`` left out, since nothing can be resumed from these.
+        storage_options: Options for fsspec when ``dirpath`` is a URL.
+
+    Raises:
+        InvalidPathError: ``dirpath`` is no path of these kinds.
+    """
+
+    def __init__(
+        self,
+        dirpath: str | os.PathLike[str] | None = None,
+        *,
+        storage_options: dict[str, Any] | None = None,
+    ) -> None:
+        self.dirpath = None if dirpath is None else volume_path.normalize(dirpath, allow_local=True)
+        self.storage_options = storage_options
+
+    @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Bind the Trainer, and the place where it decides what to restore.
+
+        Raises:
+            InvalidArgumentError: The Trainer has no AirCheckpointIO.
+        """
+        if bind(trainer) is None:
+            raise InvalidArgumentError(
+                "AirResume needs Trainer(plugins=[AirCheckpointIO()]); this Trainer saves through "
+                f"{type(getattr(trainer.strategy, '_checkpoint_io', None)).__name__}, whose "
+                "checkpoints hold rank 0's position only."
+            )
+        if stage == "fit":
+            self._bind_choice(trainer)
+
+    def _bind_choice(self, trainer: Any) -> None:
+        connector = trainer._checkpoint_connector
+        if "resume_start" in vars(connector):
+            return
+        resume_start = connector.resume_start
+
+        def resume_from_newest(checkpoint_path: Any = None, weights_only: Any = None) -> None:
+            resume_start(self._choose(trainer, checkpoint_path), weights_only=weights_only)
+
+        connector.resume_start = resume_from_newest
+
+    def _choose(self, trainer: Any, given: Any) -> Any:
+        if trainer.state.fn != "fit" or trainer.global_step > 0:
+            return given
+        roots = self._roots(trainer)
+        if given is not None and not _means_last(given, roots):
+            return given
+        found: str | AirError | OSError | None = None
+        if trainer.is_global_zero:
+            try:
+                found = _newest(roots, self.storage_options)
+            except (AirError, OSError) as error:
+                # Sent to the others like a path: they would wait for ever for a rank that raised.
+                found = error
+        found = trainer.strategy.broadcast(found)
+        if isinstance(found, Exception):
+            raise CheckpointError(
+                f"Looking for a checkpoint to resume from in {roots} failed: {found}"
+            ) from found
+        if found is None and trainer.is_global_zero:
+            logger.info("No valid checkpoint in %s: starting fresh.", roots)
+        return found
+
+    def _roots(self, trainer: Any) -> list[str]:
+        if self.dirpath is not None:
+            return [self.dirpath]
+        return [
+            volume_path.normalize(callback.dirpath, allow_local=True)
+            for callback in trainer.checkpoint_callbacks
+            if isinstance(callback, ModelCheckpoint)
+            and callback.dirpath
+            and not callback.save_weights_only
+        ]
+
+
+def _means_last(path: Any, roots: Iterable[str]) -> bool:
+    """Whether Lightning resolved ``ckpt_path="last"`` to this path.
+
+    It takes the newest by modification time among those named ``last``, whole or torn.
+    """
+    target = volume_path.normalize(path, allow_local=True)
+    is_last = volume_path.name(target).startswith(ModelCheckpoint.CHECKPOINT_NAME_LAST)
+    return is_last and volume_path.parent(target) in set(roots)
+
+
+def _newest(roots: Iterable[str], storage_options: dict[str, Any] | None) -> str | None:
+    found = [find_latest_valid(root, storage_options=storage_options) for root in roots]
+    valid = [path for path in found if path is not None]
+    if len(valid) <= 1:
+        return valid[0] if valid else None
+    records = [verify_checkpoint(path, storage_options=storage_options) for path in valid]
+    newest = max(records, key=lambda record: -1 if record.step is None else record.step)
+    path: str = newest.path
+    return path

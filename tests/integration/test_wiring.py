@@ -1,0 +1,325 @@
+"""AirCheckpointIO and AirResume in a real Trainer: who saves, what is chosen or refused."""
+
+import os
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.strategies import ModelParallelStrategy
+from torch.distributed.checkpoint import FileSystemReader
+from torch.utils.data import DataLoader as TorchDataLoader
+
+from air_lightning import (
+    AirCheckpointIO,
+    AirResume,
+    CheckpointError,
+    CheckpointMismatchError,
+    InvalidArgumentError,
+    InvalidPathError,
+    SaveFailedError,
+    find_latest_valid,
+    list_checkpoints,
+)
+from integration.training import Model, Run, train
+from ranks import run_ranks
+
+pytestmark = [pytest.mark.timeout(180)]
+
+
+class Samples(torch.utils.data.Dataset):
+    """Four map-style samples in the shape that Model takes."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> Any:
+        return str(index), torch.full((4,), float(index))
+
+
+def trainer_with(*callbacks: Callback, **options: Any) -> Trainer:
+    """A quiet CPU Trainer with the plugin."""
+    options = {"max_epochs": 1, "plugins": [AirCheckpointIO()], "logger": False, **options}
+    return Trainer(
+        accelerator="cpu",
+        devices=1,
+        callbacks=list(callbacks),
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **options,
+    )
+
+
+def saving(directory: Path | str, **options: Any) -> ModelCheckpoint:
+    """A ModelCheckpoint that saves every two steps."""
+    return ModelCheckpoint(
+        dirpath=str(directory), **{"every_n_train_steps": 2, "save_top_k": -1, **options}
+    )
+
+
+def fit(trainer: Trainer, model: Any = None, **options: Any) -> Model:
+    """Train on the eight samples, two a batch."""
+    model = model or Model()
+    trainer.fit(model, TorchDataLoader(Samples(), batch_size=2), **options)
+    return model
+
+
+def test_the_plugin_line_alone_saves_dcp_directories(tmp_path: Path) -> None:
+    """With nothing but the plugin, each save is a directory that torch's own reader opens."""
+    trainer = trainer_with(saving(tmp_path))
+    fit(trainer)
+    steps = [record.step for record in list_checkpoints(str(tmp_path)) if record.valid]
+    assert sorted(steps) == [2, 4]
+    newest = find_latest_valid(str(tmp_path))
+    assert newest is not None
+    keys = FileSystemReader(newest).read_metadata().state_dict_metadata
+    assert "state_dict.layers.0.weight" in keys
+    assert "optimizer_states.0.state.layers.0.weight.exp_avg" in keys
+    assert "air.rank.0" in keys
+
+
+def test_a_trainer_with_another_io_is_left_alone(tmp_path: Path) -> None:
+    """Where the Trainer's CheckpointIO is not ours, the installed callback changes nothing."""
+    trainer = trainer_with(saving(tmp_path), plugins=[])
+    fit(trainer)
+    assert all(os.path.isfile(tmp_path / name) for name in os.listdir(tmp_path))
+
+
+def test_explicit_path_wins(tmp_path: Path) -> None:
+    """fit(ckpt_path=...) resumes from that checkpoint although a newer one is there."""
+    fit(trainer_with(saving(tmp_path)))
+    older = next(r.path for r in list_checkpoints(str(tmp_path)) if r.step == 2)
+    seen: list[int] = []
+
+    class Start(Callback):
+        def on_train_start(self, trainer: Any, module: Any) -> None:
+            seen.append(trainer.global_step)
+
+    fit(trainer_with(AirResume(str(tmp_path)), Start()), ckpt_path=older)
+    assert seen == [2]
+
+
+@pytest.mark.parametrize("given", [None, "last"])
+def test_a_torn_newest_checkpoint_is_passed_over(tmp_path: Path, given: str | None) -> None:
+    """Without .metadata, or with a short shard, the one before it is resumed from."""
+    fit(trainer_with(saving(tmp_path, save_last=True), max_steps=8, max_epochs=-1))
+    by_step = {r.step: r.path for r in list_checkpoints(str(tmp_path)) if "last" not in r.path}
+    os.remove(f"{by_step[8]}/.metadata")
+    os.remove(f"{tmp_path}/last.ckpt/.metadata")
+    shard = next(n for n in os.listdir(by_step[6]) if n.endswith(".distcp"))
+    os.truncate(f"{by_step[6]}/{shard}", 10)
+    seen: list[int] = []
+
+    class Start(Callback):
+        def on_train_start(self, trainer: Any, module: Any) -> None:
+            seen.append(trainer.global_step)
+
+    resuming = trainer_with(AirResume(), saving(tmp_path), Start(), max_steps=9, max_epochs=-1)
+    fit(resuming, ckpt_path=given)
+    assert seen == [4]
+
+
+def test_a_fresh_start_when_there_is_nothing(tmp_path: Path) -> None:
+    """A root that does not exist yet is a fresh start, not an error."""
+    trainer = trainer_with(AirResume(str(tmp_path / "none")))
+    fit(trainer)
+    assert trainer.global_step == 4
+
+
+def test_a_second_fit_goes_on_from_memory(tmp_path: Path) -> None:
+    """Only a Trainer that has not trained yet looks for a checkpoint."""
+    trainer = trainer_with(AirResume(), saving(tmp_path))
+    model = fit(trainer)
+    trainer.fit_loop.max_epochs = 2
+    fit(trainer, model)
+    assert trainer.global_step == 8
+
+
+def test_a_superseded_checkpoint_goes_after_its_successor_is_published(tmp_path: Path) -> None:
+    """With save_top_k=1 only the newest stays, and at every moment one was whole."""
+    whole_at_each_step: list[bool] = []
+
+    class Watch(Callback):
+        def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+            if trainer.global_step > 2:
+                whole_at_each_step.append(find_latest_valid(str(tmp_path)) is not None)
+
+    fit(trainer_with(saving(tmp_path, save_top_k=1, monitor="loss", mode="min"), Watch()))
+    assert whole_at_each_step
+    assert all(whole_at_each_step[1:])
+    assert len(list_checkpoints(str(tmp_path))) == 1
+
+
+def test_test_and_best_read_what_was_saved(tmp_path: Path) -> None:
+    """trainer.test(ckpt_path="best") waits for the save and loads its weights."""
+
+    class Tested(Model):
+        def test_step(self, batch: Any, batch_idx: int) -> None:
+            self.log("weight", self.layers[0].weight.sum())
+
+    trainer = trainer_with(saving(tmp_path, save_top_k=1, monitor="loss"))
+    model = fit(trainer, Tested())
+    trainer.test(model, TorchDataLoader(Samples(), batch_size=2), ckpt_path="best", verbose=False)
+
+
+def test_lightnings_own_file_resumes(tmp_path: Path) -> None:
+    """A single file that Lightning's default IO wrote is resumed from as before."""
+    fit(trainer_with(saving(tmp_path / "file"), plugins=[]))
+    (file,) = (tmp_path / "file").glob("*step=2*")
+    trainer = trainer_with()
+    fit(trainer, ckpt_path=str(file))
+    assert trainer.global_step == 4
+
+
+def test_a_checkpoint_of_another_model(tmp_path: Path) -> None:
+    """The error names the missing and the unexpected keys, and differing shapes."""
+    fit(trainer_with(saving(tmp_path)))
+
+    class Other(Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers[0] = torch.nn.Linear(4, 9)
+            self.layers[2] = torch.nn.Identity()
+            self.head = torch.nn.Linear(9, 1)
+
+    with pytest.raises(CheckpointMismatchError) as caught:
+        fit(trainer_with(AirResume(str(tmp_path))), Other())
+    message = str(caught.value)
+    assert "head.weight" in message
+    assert "layers.2.weight" in message
+    assert "(8, 4)" in message
+    assert "(9, 4)" in message
+
+
+def test_a_checkpoint_of_other_optimizer_groups(tmp_path: Path) -> None:
+    """An optimizer with other parameter groups is named with its sizes."""
+    fit(trainer_with(saving(tmp_path)))
+
+    class TwoGroups(Model):
+        def configure_optimizers(self) -> Any:
+            first, last = self.layers[0].parameters(), self.layers[2].parameters()
+            return torch.optim.AdamW([{"params": first}, {"params": last}])
+
+    with pytest.raises(CheckpointMismatchError, match=r"\[4\].*\[2, 2\]"):
+        fit(trainer_with(AirResume(str(tmp_path))), TwoGroups())
+
+
+def test_a_checkpoint_path_that_is_a_file(tmp_path: Path) -> None:
+    """A save onto an existing file fails with the path, and leaves the file alone."""
+    target = tmp_path / "taken"
+    target.write_text("something else")
+    trainer = trainer_with(enable_checkpointing=False)
+    fit(trainer)
+    trainer.save_checkpoint(str(target))
+    with pytest.raises(SaveFailedError, match="taken"):
+        trainer.strategy.checkpoint_io.wait()
+    assert target.read_text() == "something else"
+
+
+def test_a_background_error_reaches_the_end_of_fit(tmp_path: Path) -> None:
+    """A save that fails in the background is an error of fit, not silence."""
+
+    class BreakTheTarget(Callback):
+        def on_train_start(self, trainer: Any, module: Any) -> None:
+            tmp_path.joinpath("epoch=0-step=4.ckpt").write_text("in the way")
+
+    with pytest.raises(SaveFailedError, match="step=4"):
+        fit(trainer_with(BreakTheTarget(), saving(tmp_path, every_n_train_steps=4)))
+
+
+def test_the_users_own_exception_is_not_masked(tmp_path: Path) -> None:
+    """When training raises while a save fails, the training's error is what is seen."""
+
+    class Broken(Model):
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            if batch_idx == 3:
+                shutil.rmtree(tmp_path, ignore_errors=True)
+                raise ZeroDivisionError("the user's own")
+            return super().training_step(batch, batch_idx)
+
+    with pytest.raises(ZeroDivisionError, match="the user's own"):
+        fit(trainer_with(saving(tmp_path)), Broken())
+
+
+@pytest.mark.parametrize("path", ["/Volumes/a", "", "a\0b", "/Volumes/a/b/c/../d"])
+def test_a_checkpoint_path_that_is_none(path: str) -> None:
+    """AirResume checks its path when it is made."""
+    with pytest.raises(InvalidPathError):
+        AirResume(path)
+
+
+def test_a_checkpoint_that_never_completed(tmp_path: Path) -> None:
+    """An explicit path without .metadata says that the save did not complete."""
+    (tmp_path / "torn").mkdir()
+    with pytest.raises(CheckpointError, match="torn"):
+        fit(trainer_with(), ckpt_path=str(tmp_path / "torn"))
+
+
+def test_a_timeout_that_is_none() -> None:
+    """timeout_s must be positive."""
+    with pytest.raises(InvalidArgumentError, match="timeout_s=0"):
+        AirCheckpointIO(timeout_s=0)
+
+
+def test_resume_without_the_plugin() -> None:
+    """AirResume in a Trainer without AirCheckpointIO says which plugin it needs."""
+    with pytest.raises(InvalidArgumentError, match="AirCheckpointIO"):
+        fit(trainer_with(AirResume(), plugins=[]))
+
+
+def other_strategy(directory: str) -> None:
+    """Run in a rank: a strategy that cannot be bound is refused at set-up."""
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=1,
+        strategy=ModelParallelStrategy(),
+        plugins=[AirCheckpointIO()],
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    with pytest.raises(InvalidArgumentError, match="ModelParallelStrategy"):
+        fit(trainer)
+
+
+def every_rank_wrote(run: Run) -> list[str]:
+    """The shards of the newest checkpoint."""
+    newest = find_latest_valid(run.checkpoints)
+    assert newest is not None
+    return sorted(name for name in os.listdir(newest) if name.endswith(".distcp"))
+
+
+@pytest.fixture
+def numbers(volume_root: Path) -> str:
+    """Eight numbered files."""
+    directory = volume_root / "main" / "default" / "eight"
+    directory.mkdir(parents=True)
+    for number in range(8):
+        (directory / f"{number}.txt").write_text(str(number))
+    return "/Volumes/main/default/eight"
+
+
+@pytest.mark.slow
+def test_every_rank_takes_part(numbers: str, tmp_path: Path) -> None:
+    """Under DDP each rank writes shards of the same checkpoint, and other grids are refused."""
+    log = tmp_path / "output.txt"
+    run = Run(numbers, str(tmp_path), world_size=2, trainer=(("max_epochs", 2),))
+    assert run_ranks(train, run, world_size=2, log=log) == [0, 0], log.read_text()[-3000:]
+    names = every_rank_wrote(run)
+    assert {name.split("_")[2] for name in names} == {"0", "1"}, names
+    alone = replace(run, world_size=1, trainer=(("max_epochs", 3),))
+    (status,) = run_ranks(train, alone, log=log)
+    assert status == 1
+    assert "GridMismatchError" in log.read_text()
+    assert "2 ranks" in log.read_text()
+
+
+def test_another_strategy_is_refused_at_setup(tmp_path: Path) -> None:
+    """A strategy that this release cannot save under is named before training starts."""
+    log = tmp_path / "output.txt"
+    (status,) = run_ranks(other_strategy, str(tmp_path), log=log)
+    assert status == 0, log.read_text()[-3000:]

@@ -1,0 +1,184 @@
+"""A small training run whose every batch is written down, for the tests of exact resume."""
+
+import json
+import os
+import random
+import signal
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch.utils.data import IterableDataset
+
+from air_lightning import AirCheckpointIO, AirDataModule, AirResume
+
+FEATURES = 4
+
+
+@dataclass(frozen=True)
+class Run:
+    """What one run is told; the same for every attempt but for the kill."""
+
+    volume: str
+    directory: str
+    world_size: int = 1
+    num_workers: int = 0
+    batch_size: int = 2
+    has_length: bool = True
+    every_n_steps: int = 3
+    trainer: tuple[tuple[str, Any], ...] = (("max_epochs", 3),)
+    kill_at: int | None = None
+    save_at_epoch_end: bool = False
+    ckpt_path: str | None = None
+
+    @property
+    def checkpoints(self) -> str:
+        return f"{self.directory}/checkpoints"
+
+
+class WithoutLength(IterableDataset):
+    """A Checkpointable that is not ours: it hides everything but its two methods."""
+
+    def __init__(self, dataset: Any) -> None:
+        self._dataset = dataset
+
+    def __iter__(self) -> Any:
+        return iter(self._dataset)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._dataset.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._dataset.load_state_dict(state_dict)
+
+
+class Data(AirDataModule):
+    """Each sample: the file's name, its number, and noise from all three generators."""
+
+    has_length = True
+
+    def decode(self, path: str) -> Any:
+        name = os.path.basename(path)
+        number = float(Path(path).read_text())
+        noise = [random.random(), float(np.random.rand()), *torch.rand(FEATURES - 2).tolist()]
+        return name, torch.tensor(noise) + number / 100
+
+    def train_dataset(self) -> Any:
+        dataset = super().train_dataset()
+        return dataset if self.has_length else WithoutLength(dataset)
+
+
+class Model(LightningModule):
+    """Dropout draws from the training process's generator at every step."""
+
+    def __init__(self, features: int = FEATURES) -> None:
+        super().__init__()
+        self.layers = torch.nn.Sequential(
+            torch.nn.Linear(features, 8), torch.nn.Dropout(0.3), torch.nn.Linear(8, 1)
+        )
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        _, inputs = batch
+        loss = self.layers(inputs).pow(2).mean() + random.random() * 0.01 + np.random.rand() * 0.01
+        self.log("loss", loss)
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.01)
+        return [optimizer], [{"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.9)}]
+
+
+class Diary(Callback):
+    """Writes a line for each batch that was trained on, and kills the run at a given batch."""
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.fit_loop.epoch_loop.total_batch_idx == self.run.kill_at:
+            trainer.strategy.checkpoint_io.wait()
+            os.killpg(0, signal.SIGKILL)
+
+    def on_train_batch_end(
+        self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        line = {
+            "rank": trainer.global_rank,
+            "batch": trainer.fit_loop.epoch_loop.total_batch_idx,
+            "epoch": trainer.current_epoch,
+            "files": list(batch[0]),
+            "inputs": batch[1].double().sum().item().hex(),
+            "loss": outputs["loss"].item().hex(),
+        }
+        with open(f"{self.run.directory}/diary-{trainer.global_rank}.jsonl", "a") as diary:
+            diary.write(json.dumps(line) + "\n")
+
+
+def train(run: Run) -> None:
+    """One attempt: resumes by itself, trains to the end or to its kill."""
+    os.makedirs(run.directory, exist_ok=True)
+    torch.set_num_threads(1)
+    seed_everything(7, workers=True, verbose=False)
+    data = Data(
+        train=run.volume, batch_size=run.batch_size, num_workers=run.num_workers, pattern="*.txt"
+    )
+    data.has_length = run.has_length
+    model = Model()
+    checkpoint = ModelCheckpoint(
+        dirpath=run.checkpoints,
+        every_n_train_steps=None if run.save_at_epoch_end else run.every_n_steps,
+        every_n_epochs=1 if run.save_at_epoch_end else None,
+        save_top_k=-1,
+    )
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=run.world_size,
+        strategy="ddp" if run.world_size > 1 else "auto",
+        plugins=[AirCheckpointIO()],
+        callbacks=[AirResume(), checkpoint, Diary(run)],
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **dict(run.trainer),
+    )
+    trainer.fit(model, datamodule=data, ckpt_path=run.ckpt_path)
+    optimizer = trainer.optimizers[0].state_dict()
+    result = {"model": model.state_dict(), "optimizer": optimizer}
+    torch.save(result, f"{run.directory}/result-{trainer.global_rank}.pt")
+
+
+def diary(run: Run) -> dict[tuple[int, int], dict[str, Any]]:
+    """What was trained on, by (rank, batch); what was done again must have been the same."""
+    lines: dict[tuple[int, int], dict[str, Any]] = {}
+    for rank in range(run.world_size):
+        for text in Path(f"{run.directory}/diary-{rank}.jsonl").read_text().splitlines():
+            line = json.loads(text)
+            known = lines.setdefault((line["rank"], line["batch"]), line)
+            assert known == line, f"done again, differently: {known} then {line}"
+    return lines
+
+
+def result(run: Run, rank: int = 0) -> dict[str, Any]:
+    """The final weights and optimizer state of one rank."""
+    return torch.load(f"{run.directory}/result-{rank}.pt", weights_only=True)
+
+
+def assert_same(got: Any, wanted: Any, where: str = "") -> None:
+    """Bit for bit, through nested dicts and lists."""
+    if isinstance(wanted, torch.Tensor):
+        assert got.dtype == wanted.dtype, where
+        assert torch.equal(got, wanted), f"{where}: {got} is not {wanted}"
+    elif isinstance(wanted, dict):
+        assert got.keys() == wanted.keys(), where
+        for key in wanted:
+            assert_same(got[key], wanted[key], f"{where}.{key}")
+    elif isinstance(wanted, list | tuple):
+        assert len(got) == len(wanted), where
+        for index, (left, right) in enumerate(zip(got, wanted, strict=True)):
+            assert_same(left, right, f"{where}[{index}]")
+    else:
+        assert got == wanted, where

@@ -1,0 +1,21 @@
+"""Checked by mypy alone, never run: the types that users of the public names see."""
+
+from typing import Any
+
+from typing_extensions import assert_type
+
+from air_lightning import (
+    DataLoader,
+    UCVolumeDataset,
+    find_latest_valid,
+    list_checkpoints,
+)
+from air_lightning.checkpoint.catalog import CheckpointRecord
+
+dataset = UCVolumeDataset("/Volumes/a/b/c", shuffle=True, seed=1, uneven="pad")
+loader = DataLoader(dataset, batch_size=2)
+
+assert_type(find_latest_valid("/Volumes/a/b/c"), str | None)
+assert_type(list_checkpoints("/Volumes/a/b/c"), list[CheckpointRecord])
+assert_type(loader.state_dict(), dict[str, Any])
+assert_type(len(dataset), int)

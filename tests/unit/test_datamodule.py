@@ -1,0 +1,93 @@
+"""AirDataModule: what it builds, and what it refuses."""
+
+from pathlib import Path
+
+import pytest
+
+from air_lightning import AirDataModule, EmptyVolumeError, InvalidArgumentError, InvalidPathError
+
+
+@pytest.fixture
+def texts(volume_root: Path) -> str:
+    """A volume with four text files and one of another kind."""
+    directory = volume_root / "main" / "default" / "texts"
+    directory.mkdir(parents=True)
+    for number in range(4):
+        (directory / f"{number}.txt").write_text(str(number))
+    (directory / "notes.md").write_text("not a sample")
+    return "/Volumes/main/default/texts"
+
+
+def read(path: str) -> int:
+    """A decode function."""
+    return int(Path(path).read_text())
+
+
+def test_decode_as_an_argument(texts: str) -> None:
+    """Samples are what the given function makes of each local path."""
+    module = AirDataModule(train=texts, pattern="*.txt", decode=read, num_workers=0, batch_size=2)
+    assert sorted(int(x) for batch in module.train_dataloader() for x in batch) == [0, 1, 2, 3]
+
+
+def test_decode_by_a_subclass(texts: str) -> None:
+    """A subclass that overrides decode needs nothing else."""
+
+    class Squares(AirDataModule):
+        def decode(self, path: str) -> int:
+            return read(path) ** 2
+
+    module = Squares(val=texts, pattern="*.txt", num_workers=0)
+    assert [int(batch[0]) for batch in module.val_dataloader()] == [0, 1, 4, 9]
+
+
+def test_only_training_is_shuffled(texts: str) -> None:
+    """Training order depends on the seed; the other stages keep the list's order."""
+    orders = set()
+    for seed in range(4):
+        module = AirDataModule(
+            train=texts, test=texts, seed=seed, decode=read, num_workers=0, pattern="*.txt"
+        )
+        orders.add(tuple(int(batch[0]) for batch in module.train_dataloader()))
+        assert [int(batch[0]) for batch in module.test_dataloader()] == [0, 1, 2, 3]
+    assert len(orders) > 1
+
+
+def test_a_stage_without_validation_files(texts: str) -> None:
+    """Without val= there is no validation loader, which Lightning takes as no validation."""
+    assert AirDataModule(train=texts, num_workers=0).val_dataloader() == []
+
+
+@pytest.mark.parametrize("stage", ["train", "test", "predict"])
+def test_a_stage_that_was_given_no_path(texts: str, stage: str) -> None:
+    """Asking for a stage without a path names that stage and the remedy."""
+    module = AirDataModule(val=texts, num_workers=0)
+    with pytest.raises(InvalidArgumentError, match=f"{stage}=<path>"):
+        getattr(module, f"{stage}_dataloader")()
+
+
+def test_no_path_at_all() -> None:
+    """A data module of nothing is refused when it is made."""
+    with pytest.raises(InvalidArgumentError, match="train="):
+        AirDataModule()
+
+
+@pytest.mark.parametrize(
+    "path", ["images", "/Volumes/a/b", "/data/images", "", "/Volumes/a/b/../c"]
+)
+def test_a_path_that_is_none(path: str) -> None:
+    """Each path is checked when the module is made, before a process group or a worker exists."""
+    with pytest.raises(InvalidPathError):
+        AirDataModule(train=path)
+
+
+def test_a_batch_size_that_is_none(texts: str) -> None:
+    """batch_size=0 is refused with the value given."""
+    with pytest.raises(InvalidArgumentError, match="batch_size=0"):
+        AirDataModule(train=texts, batch_size=0)
+
+
+def test_an_empty_stage(texts: str) -> None:
+    """A pattern that nothing matches names the path and the pattern."""
+    module = AirDataModule(train=texts, pattern="*.png", num_workers=0)
+    with pytest.raises(EmptyVolumeError, match=r"texts.*\*\.png"):
+        module.train_dataloader()
