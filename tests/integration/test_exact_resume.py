@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from air_lightning import find_latest_valid
+from conftest import Volume
 from integration.training import Run, assert_same, diary, result, train
 from ranks import KILLED, run_ranks
 
@@ -16,13 +17,11 @@ FILES = 22  # not a multiple of the batch size times any grid below
 
 
 @pytest.fixture
-def numbers(volume_root: Path) -> str:
+def numbers(volume: Volume) -> str:
     """A volume of small numbered text files."""
-    directory = volume_root / "main" / "default" / "numbers"
-    directory.mkdir(parents=True)
     for number in range(FILES):
-        (directory / f"{number:03d}.txt").write_text(str(number))
-    return "/Volumes/main/default/numbers"
+        (volume.directory / f"{number:03d}.txt").write_text(str(number))
+    return volume.path
 
 
 def attempt(run: Run, tmp_path: Path, *, killed: bool) -> None:
@@ -90,9 +89,12 @@ def test_killed_after_a_save_at_an_epochs_end(
     assert_resumes_exactly(run, tmp_path, kills=[13])
 
 
-def test_save_on_the_last_batch_of_an_epoch(numbers: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("limit", ["max_epochs", "max_steps"])
+def test_save_on_the_last_batch_of_an_epoch(numbers: str, tmp_path: Path, limit: str) -> None:
     """A checkpoint taken at an epoch's last step resumes with the next epoch."""
-    run = Run(numbers, "", num_workers=2, every_n_steps=12)  # 6 batches from each of two workers
+    per_epoch = 12  # 6 batches from each of two workers
+    amount = 3 if limit == "max_epochs" else 3 * per_epoch
+    run = Run(numbers, "", num_workers=2, every_n_steps=per_epoch, trainer=((limit, amount),))
     assert_resumes_exactly(run, tmp_path, kills=[14])
 
 

@@ -25,10 +25,19 @@ from air_lightning import (
     find_latest_valid,
     list_checkpoints,
 )
+from conftest import Volume
 from integration.training import Model, Run, train
 from ranks import run_ranks
 
 pytestmark = [pytest.mark.timeout(180)]
+
+
+@pytest.fixture(autouse=True)
+def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lightning's default directories are below the working directory."""
+    directory = tmp_path / "cwd"
+    directory.mkdir()
+    monkeypatch.chdir(directory)
 
 
 class Samples(torch.utils.data.Dataset):
@@ -84,9 +93,11 @@ def test_the_plugin_line_alone_saves_dcp_directories(tmp_path: Path) -> None:
 
 def test_a_trainer_with_another_io_is_left_alone(tmp_path: Path) -> None:
     """Where the Trainer's CheckpointIO is not ours, the installed callback changes nothing."""
-    trainer = trainer_with(saving(tmp_path), plugins=[])
+    trainer = trainer_with(saving(tmp_path / "files"), plugins=[])
     fit(trainer)
-    assert all(os.path.isfile(tmp_path / name) for name in os.listdir(tmp_path))
+    names = os.listdir(tmp_path / "files")
+    assert names
+    assert all(os.path.isfile(tmp_path / "files" / name) for name in names)
 
 
 def test_explicit_path_wins(tmp_path: Path) -> None:
@@ -144,14 +155,16 @@ def test_a_superseded_checkpoint_goes_after_its_successor_is_published(tmp_path:
     whole_at_each_step: list[bool] = []
 
     class Watch(Callback):
-        def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
-            if trainer.global_step > 2:
+        def on_train_batch_start(self, trainer: Any, *args: Any) -> None:
+            # The save of step 4 began after that of step 2 was published.
+            if trainer.global_step >= 4:
                 whole_at_each_step.append(find_latest_valid(str(tmp_path)) is not None)
 
-    fit(trainer_with(saving(tmp_path, save_top_k=1, monitor="loss", mode="min"), Watch()))
-    assert whole_at_each_step
-    assert all(whole_at_each_step[1:])
-    assert len(list_checkpoints(str(tmp_path))) == 1
+    fit(trainer_with(saving(tmp_path, save_top_k=1), Watch(), max_epochs=3))
+    assert len(whole_at_each_step) == 8
+    assert all(whole_at_each_step)
+    (left,) = list_checkpoints(str(tmp_path))
+    assert left.step == 12
 
 
 def test_test_and_best_read_what_was_saved(tmp_path: Path) -> None:
@@ -294,13 +307,11 @@ def every_rank_wrote(run: Run) -> list[str]:
 
 
 @pytest.fixture
-def numbers(volume_root: Path) -> str:
+def numbers(volume: Volume) -> str:
     """Eight numbered files."""
-    directory = volume_root / "main" / "default" / "eight"
-    directory.mkdir(parents=True)
     for number in range(8):
-        (directory / f"{number}.txt").write_text(str(number))
-    return "/Volumes/main/default/eight"
+        (volume.directory / f"{number}.txt").write_text(str(number))
+    return volume.path
 
 
 @pytest.mark.slow

@@ -5,17 +5,16 @@ from pathlib import Path
 import pytest
 
 from air_lightning import AirDataModule, EmptyVolumeError, InvalidArgumentError, InvalidPathError
+from conftest import Volume
 
 
 @pytest.fixture
-def texts(volume_root: Path) -> str:
+def texts(volume: Volume) -> str:
     """A volume with four text files and one of another kind."""
-    directory = volume_root / "main" / "default" / "texts"
-    directory.mkdir(parents=True)
     for number in range(4):
-        (directory / f"{number}.txt").write_text(str(number))
-    (directory / "notes.md").write_text("not a sample")
-    return "/Volumes/main/default/texts"
+        (volume.directory / f"{number}.txt").write_text(str(number))
+    (volume.directory / "notes.md").write_text("not a sample")
+    return volume.path
 
 
 def read(path: str) -> int:
@@ -89,5 +88,5 @@ def test_a_batch_size_that_is_none(texts: str) -> None:
 def test_an_empty_stage(texts: str) -> None:
     """A pattern that nothing matches names the path and the pattern."""
     module = AirDataModule(train=texts, pattern="*.png", num_workers=0)
-    with pytest.raises(EmptyVolumeError, match=r"texts.*\*\.png"):
+    with pytest.raises(EmptyVolumeError, match=r"data.*\*\.png"):
         module.train_dataloader()

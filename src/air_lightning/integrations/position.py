@@ -15,6 +15,8 @@ import logging
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from lightning.pytorch.loops.loop import _Loop
+
 from air_lightning.checkpoint.rng import capture_rng_state, restore_rng_state
 from air_lightning.data.loader import DataLoader
 from air_lightning.errors import GridMismatchError, NotCheckpointableError, StateError
@@ -103,7 +105,10 @@ class Restorer:
         if blob is None:
             self._load_lightnings()
             return
-        loaders = list(_loaders(self._trainer.fit_loop))
+        loop = self._trainer.fit_loop
+        if blob["epoch_done"]:
+            _begin_next_epoch(loop)
+        loaders = list(_loaders(loop))
         if len(loaders) != len(blob["loaders"]):
             raise StateError(
                 f"The checkpoint has the positions of {len(blob['loaders'])} train loaders, and "
@@ -118,6 +123,18 @@ class Restorer:
         rng, self._rng_due = self._rng_due, None
         if rng is not None:
             restore_rng_state(rng)
+
+
+def _begin_next_epoch(fit_loop: Any) -> None:
+    """Let a Trainer with ``max_steps`` resume an ended epoch as one with ``max_epochs`` does.
+
+    Lightning takes every restart under ``max_steps`` for one in the middle of an epoch, and trains
+    one batch more in the epoch that was over; all later epochs are then shifted by one batch.
+    """
+    progress = fit_loop.epoch_progress.current
+    if progress.ready == progress.started == progress.processed:
+        # The setter of FitLoop itself would turn it on again.
+        _Loop.restarting.fset(fit_loop, False)
 
 
 def _load(loader: Any, state: dict[str, Any], *, epoch_done: bool) -> None:

@@ -1,0 +1,241 @@
+"""Which directories under a root are whole checkpoints, and which is newest; no torch.
+
+A directory counts when it has ``.metadata``, written last, and every file that its manifest lists
+at the size listed. Plain DCP directories have no manifest: there ``.metadata`` and at least one
+shard must be, and ``verify_checkpoint(deep=True)`` does the rest. What cannot be read is invalid,
+with a reason, and never an exception: one bad directory must not stop a resume.
+
+Newest means the highest global step recorded in the manifest, else in the directory's name. Times
+of modification only break ties; on object stores they mean little.
+"""
+
+import logging
+import os
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from air_lightning.checkpoint.examine import (
+    Candidate,
+    CheckpointRecord,
+    examine,
+    examine_deep,
+    look,
+)
+from air_lightning.checkpoint.manifest import MANIFEST, METADATA, is_missing
+from air_lightning.errors import CheckpointError, CorruptCheckpointError, InvalidArgumentError
+from air_lightning.volumes import path as paths
+from air_lightning.volumes.storage import open_storage
+
+__all__ = [
+    "MANIFEST",
+    "METADATA",
+    "CheckpointRecord",
+    "find_latest_valid",
+    "list_checkpoints",
+    "prune_checkpoints",
+    "remove_checkpoint",
+    "verify_checkpoint",
+]
+
+_log = logging.getLogger("air_lightning")
+_LOOKERS = 8  # directories looked at together: each look is a few requests that cost milliseconds
+_REMEDY = "find_latest_valid(root) names the newest sound checkpoint."
+
+Path = str | os.PathLike[str]
+
+
+def list_checkpoints(
+    root: Path, *, storage_options: dict[str, Any] | None = None
+) -> list[CheckpointRecord]:
+    """Describe every checkpoint directly below ``root``, newest first; damaged ones too.
+
+    Args:
+        root: A volume path, an fsspec URL or a local path; a missing one has no checkpoints.
+        storage_options: Passed to fsspec.
+
+    Returns:
+        One record for each directory that holds files of a checkpoint.
+
+    Raises:
+        InvalidPathError: ``root`` is no path.
+        StorageError: ``root`` itself cannot be listed.
+    """
+    records = _each(examine, _candidates(root, storage_options))
+    return sorted(records, key=_age, reverse=True)
+
+
+def find_latest_valid(root: Path, *, storage_options: dict[str, Any] | None = None) -> str | None:
+    """Return the path of the newest complete checkpoint directly below ``root``, or None.
+
+    Newer ones that are passed over are logged, each with its reason.
+
+    Args:
+        root: A volume path, an fsspec URL or a local path; a missing one has no checkpoints.
+        storage_options: Passed to fsspec.
+
+    Raises:
+        InvalidPathError: ``root`` is no path.
+        StorageError: ``root`` itself cannot be listed.
+    """
+    candidates = _candidates(root, storage_options)
+    for candidate in sorted(candidates, key=lambda c: _age(c.record), reverse=True):
+        record = examine(candidate)
+        if record.valid:
+            return record.path
+        _log.warning("Passing over the checkpoint %s: %s.", record.path, record.reason)
+    return None
+
+
+def verify_checkpoint(
+    path: Path, *, deep: bool = False, storage_options: dict[str, Any] | None = None
+) -> CheckpointRecord:
+    """Check one checkpoint, and return its record.
+
+    Args:
+        path: The checkpoint's directory.
+        deep: Read every file, too, and compare checksums. Without a manifest, every stored item
+            is loaded instead, which imports torch.
+        storage_options: Passed to fsspec.
+
+    Raises:
+        CorruptCheckpointError: It is not complete, or something in it was altered.
+        CheckpointError: There is no such directory, or it holds no checkpoint.
+    """
+    target = paths.normalize(path, allow_local=True)
+    candidate = look(target, storage_options)
+    if candidate is None:
+        raise CheckpointError(
+            f"{target} holds no checkpoint; wanted a directory with {METADATA} and shard files. "
+            "list_checkpoints(root) and `air-lightning ls ROOT` show which there are."
+        )
+    record = examine(candidate)
+    if record.valid and deep:
+        record = examine_deep(candidate, record)
+    if not record.valid:
+        raise CorruptCheckpointError(
+            f"{target} is not a sound checkpoint: {record.reason}. {_REMEDY}"
+        )
+    return record
+
+
+def prune_checkpoints(
+    root: Path,
+    *,
+    keep_last: int,
+    keep_every: int | None = None,
+    dry_run: bool = False,
+    storage_options: dict[str, Any] | None = None,
+) -> list[CheckpointRecord]:
+    """Delete old and torn checkpoints directly below ``root``.
+
+    What is not complete and newer than the newest complete one stays: it may be in the writing.
+
+    Args:
+        root: A volume path, an fsspec URL or a local path.
+        keep_last: How many of the newest complete ones stay; at least 1.
+        keep_every: Complete ones whose step is a multiple of this stay as well.
+        dry_run: Delete nothing, only say what would go.
+        storage_options: Passed to fsspec.
+
+    Returns:
+        The records of what was, or would be, deleted; newest first.
+
+    Raises:
+        InvalidArgumentError: ``keep_last`` or ``keep_every`` is not at least 1.
+    """
+    _require_positive("keep_last", keep_last)
+    if keep_every is not None:
+        _require_positive("keep_every", keep_every)
+    records = list_checkpoints(root, storage_options=storage_options)
+    condemned = _condemned(records, keep_last, keep_every)
+    if not dry_run:
+        for record in condemned:
+            remove_checkpoint(record.path, storage_options=storage_options)
+    return condemned
+
+
+def remove_checkpoint(path: Path, *, storage_options: dict[str, Any] | None = None) -> None:
+    """Delete a checkpoint, a directory or a single file; a missing one is fine.
+
+    ``.metadata`` goes first: killed half-way, what is left does not count as a checkpoint.
+
+    Args:
+        path: The checkpoint.
+        storage_options: Passed to fsspec.
+    """
+    target = paths.normalize(path, allow_local=True)
+    storage = open_storage(target, allow_local=True, storage_options=storage_options)
+    try:
+        storage.remove(METADATA)
+    except OSError as error:
+        if not is_missing(error):
+            raise
+        _remove_file(target, storage_options)
+    else:
+        storage.remove_tree()
+
+
+def _remove_file(path: str, options: dict[str, Any] | None) -> None:
+    parent = open_storage(paths.parent(path), allow_local=True, storage_options=options)
+    parent.remove(paths.name(path))
+
+
+def _candidates(root: Path, options: dict[str, Any] | None) -> list[Candidate]:
+    target = paths.normalize(root, allow_local=True)
+    storage = open_storage(target, allow_local=True, storage_options=options)
+    try:
+        entries = storage.list_dir()
+    except FileNotFoundError:
+        return []
+    children = [
+        paths.join(target, entry.name)
+        for entry in entries
+        if entry.is_dir and not entry.name.startswith(".")
+    ]
+    return [c for c in _each(lambda child: look(child, options), children) if c is not None]
+
+
+def _each(look: Callable[[Any], Any], items: Iterable[Any]) -> list[Any]:
+    waiting = list(items)
+    if len(waiting) <= 1:
+        return [look(item) for item in waiting]
+    with ThreadPoolExecutor(min(_LOOKERS, len(waiting)), "air-catalog") as pool:
+        return list(pool.map(look, waiting))
+
+
+def _age(record: CheckpointRecord) -> tuple[int, float, str]:
+    step = -1 if record.step is None else record.step
+    return (step, record.time or 0.0, record.path)
+
+
+def _condemned(
+    records: list[CheckpointRecord], keep_last: int, keep_every: int | None
+) -> list[CheckpointRecord]:
+    sound = [record for record in records if record.valid]
+    if not sound:
+        return []
+    kept = {record.path for record in sound[:keep_last]}
+    if keep_every is not None:
+        kept |= {r.path for r in sound if r.step is not None and r.step % keep_every == 0}
+    newest = sound[0]
+    return [
+        record
+        for record in records
+        if record.path not in kept and (record.valid or _is_older(record, newest))
+    ]
+
+
+def _is_older(record: CheckpointRecord, newest: CheckpointRecord) -> bool:
+    """Say whether a torn one is older by step and by time: only then nobody writes it now."""
+    if record.time is None or newest.time is None or record.time >= newest.time:
+        return False
+    return record.step is None or newest.step is None or record.step <= newest.step
+
+
+def _require_positive(name: str, value: object) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise InvalidArgumentError(
+            f"{name}={value!r} was given; wanted a whole number of at least 1. The newest "
+            "complete checkpoint is never deleted."
+        )

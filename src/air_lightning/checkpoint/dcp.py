@@ -1,0 +1,239 @@
+"""DCP storage on a volume: nothing half-written ever counts as a checkpoint.
+
+A save, in order: the coordinator removes an earlier checkpoint's ``.metadata``, then its manifest
+and shards; every rank writes its shards, each published whole; the coordinator writes the manifest
+and, when every rank has reported success, ``.metadata``, last. A process killed at any moment
+leaves either no ``.metadata`` or all that it speaks of.
+
+The way back is in :mod:`air_lightning.checkpoint.reader`.
+"""
+
+import io
+import os
+import pickle
+import platform
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import IO, Any, cast
+
+import torch
+from torch.distributed._state_dict_utils import _create_cpu_state_dict
+from torch.distributed.checkpoint import filesystem
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+from air_lightning.checkpoint.location import OnVolume, require_count
+from air_lightning.checkpoint.manifest import (
+    MANIFEST,
+    METADATA,
+    Checksum,
+    FileRecord,
+    Manifest,
+    retire,
+)
+from air_lightning.checkpoint.reader import UCVolumeReader
+from air_lightning.checkpoint.shards import ShardStream, no_zip_checksums, run_jobs
+from air_lightning.errors import CheckpointError, InvalidArgumentError
+
+__all__ = ["UCVolumeReader", "UCVolumeWriter"]
+
+
+@dataclass(frozen=True)
+class ShardResult(WriteResult):
+    """What DCP wants to know of a written item, and the file it went to, for the manifest."""
+
+    file_name: str
+    file: FileRecord
+
+
+class UCVolumeWriter(OnVolume, FileSystemWriter):  # type: ignore[misc] # a Path there, a str here
+    """Writes a DCP checkpoint to a volume; ``.metadata`` is written last, or not at all.
+
+    For ``torch.distributed.checkpoint.save`` and ``async_save``. What it writes is plain DCP.
+
+    Args:
+        path: The checkpoint's directory: a volume path, an fsspec URL or a local path.
+        global_step: Recorded in the manifest, for :func:`find_latest_valid`. Without one the
+            number in the directory's name counts.
+        epoch: Recorded in the manifest.
+        thread_count: Files that each rank writes at the same time.
+        storage_options: Passed to fsspec.
+        **kwargs: Of torch's ``FileSystemWriter``. ``sync_files`` and ``per_thread_copy_ahead``
+            are taken and have no effect: files are always synced where storage can.
+
+    Raises:
+        InvalidArgumentError: An argument cannot work.
+        InvalidPathError: ``path`` is none.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        global_step: int | None = None,
+        epoch: int | None = None,
+        thread_count: int = 2,
+        storage_options: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        require_count("global_step", global_step, least=0, optional=True)
+        require_count("epoch", epoch, least=0, optional=True)
+        require_count("thread_count", thread_count, least=1)
+        _require_torch_format(kwargs.get("serialization_format"))
+        super().__init__(path=".", thread_count=thread_count, **kwargs)
+        self.place(path, storage_options)
+        self.global_step = global_step
+        self.epoch = epoch
+        self._world_size = 1
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Prepare for another save; at another path, step and epoch of this one do not apply."""
+        super().reset(None)
+        if checkpoint_id and self.move(checkpoint_id):
+            self.global_step = self.epoch = None
+
+    def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Copy to the CPU; with ``cache_staged_state_dict`` also where memory cannot be pinned."""
+        cached = getattr(self, "cache_staged_state_dict", False)
+        if cached and self.state_dict_cache is None and not torch.cuda.is_available():
+            self.state_dict_cache = _create_cpu_state_dict(state_dict)
+        return super().stage(state_dict)
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """See torch's; refuses saves without coordination, for they have no moment of commit."""
+        if not kwargs.get("use_collectives", True):
+            raise InvalidArgumentError(
+                "dcp.save(use_collectives=False) writes one metadata file per rank, so no moment "
+                f"exists at which {self.path} is complete. Leave use_collectives=True."
+            )
+        super().set_up_storage_writer(is_coordinator, *args, **kwargs)
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Return the plan; the directory is the coordinator's business."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Make the directory, and an earlier checkpoint in it none; no rank has written yet.
+
+        Raises:
+            CheckpointError: There is a checkpoint, and ``overwrite=False``.
+            StorageError: The path is a file, or cannot be written to.
+        """
+        self._world_size = len(plans)
+        self._storage.make_root()
+        if not self.overwrite and self._storage.exists(METADATA):
+            raise CheckpointError(
+                f"{self.path} holds a finished checkpoint and overwrite=False was given. Save to "
+                "another directory, or leave overwrite=True."
+            )
+        retire(self._storage)
+        return super().prepare_global_plan(plans)
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write this rank's shards; the first failure of any thread is raised."""
+        buckets = self._buckets(plan.items)
+        jobs = [
+            (f"{plan.storage_data.prefix}{i}{filesystem.DEFAULT_SUFFIX}", bucket, planner)
+            for i, bucket in enumerate(buckets)
+        ]
+        with no_zip_checksums():
+            written = run_jobs(jobs, self._write_shard, threads=self.thread_count)
+        done: Future[list[WriteResult]] = Future()
+        done.set_result([result for results in written for result in results])
+        return done
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Publish the manifest, then ``.metadata``; every rank's shards are whole by now."""
+        written = [result for of_rank in results for result in of_rank]
+        metadata.version = getattr(filesystem, "CURRENT_DCP_VERSION", None)
+        metadata.storage_data = {result.index: result.storage_data for result in written}
+        metadata.storage_meta = self.storage_meta()
+        marker = pickle.dumps(metadata)
+        self._storage.write_bytes(MANIFEST, self._manifest(written, marker).to_bytes())
+        self._storage.write_bytes(METADATA, marker)
+
+    def _buckets(self, items: Sequence[WriteItem]) -> list[list[WriteItem]]:
+        if not self.single_file_per_rank:
+            return [[item] for item in items]
+        split = filesystem._split_by_size_and_type(self.thread_count, list(items))
+        return [bucket for bucket in split if bucket]
+
+    def _write_shard(self, job: tuple[str, list[WriteItem], SavePlanner]) -> list[ShardResult]:
+        name, items, planner = job
+        blobs_first = sorted(items, key=lambda item: item.type != WriteItemType.BYTE_IO)
+        with self._storage.open_write(name) as raw:
+            stream = ShardStream(raw)
+            places = [self._write_item(stream, name, item, planner) for item in blobs_first]
+            stream.drain()
+        file = FileRecord(stream.tell(), str(stream.checksum))
+        return [
+            ShardResult(item.index, place.length, place, name, file)
+            for item, place in zip(blobs_first, places, strict=True)
+        ]
+
+    def _write_item(
+        self, stream: ShardStream, name: str, item: WriteItem, planner: SavePlanner
+    ) -> filesystem._StorageInfo:
+        start = stream.tell()
+        data = planner.resolve_data(item)
+        if not self._extensions:
+            _serialize(data, cast("IO[bytes]", stream))
+            return filesystem._StorageInfo(name, start, stream.tell() - start)
+        sink, descriptors = self.transforms.transform_save_stream(item, cast("Any", stream))
+        _serialize(data, sink)
+        sink.close()
+        return filesystem._StorageInfo(name, start, stream.tell() - start, descriptors)
+
+    @property
+    def _extensions(self) -> Sequence[Any]:
+        transforms = getattr(self, "transforms", None)  # torch 2.6 has none
+        return getattr(transforms, "extensions", ())
+
+    def _manifest(self, written: list[WriteResult], marker: bytes) -> Manifest:
+        checksum = Checksum()
+        checksum.update(marker)
+        files = {r.file_name: r.file for r in written if isinstance(r, ShardResult)}
+        return Manifest(
+            files={**files, METADATA: FileRecord(len(marker), str(checksum))},
+            global_step=self.global_step,
+            epoch=self.epoch,
+            world_size=self._world_size,
+            time=time.time(),
+            versions=_versions(),
+        )
+
+
+def _serialize(data: torch.Tensor | io.BytesIO, sink: IO[bytes]) -> None:
+    if isinstance(data, io.BytesIO):
+        sink.write(data.getbuffer())
+    else:
+        torch.save(_compact(data), sink)
+
+
+def _compact(tensor: torch.Tensor) -> torch.Tensor:
+    """Return it on the CPU with a storage of its own: torch.save writes whole storages."""
+    tensor = tensor.detach().cpu()
+    return tensor if tensor.untyped_storage().size() == tensor.nbytes else tensor.clone()
+
+
+def _require_torch_format(given: Any) -> None:
+    if given is None or getattr(given, "value", given) == "torch_save":
+        return
+    raise InvalidArgumentError(
+        f"serialization_format={given} was given; wanted TORCH_SAVE, the one that torch's "
+        "FileSystemReader and this package's reader can load. For safetensors run "
+        "`air-lightning export PATH OUT.safetensors` on the finished checkpoint."
+    )
+
+
+def _versions() -> dict[str, str]:
+    found = {"python": platform.python_version(), "torch": str(torch.__version__)}
+    for name in ("air_lightning", "lightning", "pytorch_lightning"):
+        if name in sys.modules:  # importing lightning to ask for its version would take seconds
+            found[name] = str(getattr(sys.modules[name], "__version__", "unknown"))
+    return found

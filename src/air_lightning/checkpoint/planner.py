@@ -1,0 +1,213 @@
+"""One DCP save or load of flat entries: the planners, and who takes part in the collectives.
+
+``entries`` are a flat dict from key to tensor, DTensor or :class:`SerializedBlob`. Blobs go to
+storage as the bytes that they are, so plain DCP tools read an object that ``torch.save`` wrote.
+With a process group, an error of any rank is raised on every rank. Without one, the steps of
+torch's documented writer and reader protocols are taken here: ``dcp.save(no_dist=True)`` warns at
+every call, from the background thread.
+"""
+
+import io
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import ReadItem, SavePlan, WriteItem
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
+from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
+from torch.serialization import get_unsafe_globals_in_checkpoint
+
+from air_lightning.checkpoint.harmless import harmless_allowed, harmless_names
+from air_lightning.checkpoint.unpickle import load_blob
+
+_log = logging.getLogger("air_lightning")
+_warned: set[frozenset[str]] = set()
+
+
+@dataclass(frozen=True)
+class SerializedBlob:
+    """An object as ``torch.save`` wrote it; later changes to the object do not reach it.
+
+    Attributes:
+        data: The bytes of the file.
+        error: Why there are no bytes. It is raised when the save is planned, so that all ranks
+            learn of it; raised earlier, the other ranks would wait for this one until the timeout.
+    """
+
+    data: bytes
+    error: Exception | None = None
+
+    @classmethod
+    def of(cls, value: object) -> "SerializedBlob":
+        """Serialize ``value`` now.
+
+        Args:
+            value: What ``torch.save`` accepts.
+        """
+        buffer = io.BytesIO()
+        torch.save(value, buffer)
+        return cls(buffer.getvalue())
+
+
+class SavePlanner(DefaultSavePlanner):
+    """Plans flat entries, and hands blobs to the writer as they are.
+
+    ``Metadata.planner_data`` nests the model's keys under ``state_dict``, so that torch's
+    ``dcp_to_torch_save`` makes a file whose ``["state_dict"]`` a module loads.
+    """
+
+    def set_up_planner(
+        self,
+        state_dict: dict[str, Any],
+        storage_meta: StorageMeta | None = None,
+        is_coordinator: bool = False,
+    ) -> None:
+        """See the base class; additionally raises the error of a blob that has one."""
+        for value in state_dict.values():
+            if isinstance(value, SerializedBlob) and value.error is not None:
+                raise value.error
+        super().set_up_planner(state_dict, storage_meta, is_coordinator)
+        self.mappings = {key: _nested(key) for key in self.state_dict}
+
+    def create_local_plan(self) -> SavePlan:
+        """See the base class."""
+        plan: SavePlan = super().create_local_plan()
+        return plan
+
+    def transform_object(self, write_item: WriteItem, object: Any) -> Any:  # noqa: A002 (torch's name)
+        """See the base class; a blob's bytes pass unchanged."""
+        if isinstance(object, SerializedBlob):
+            _warn_of_unsafe_globals(write_item.index.fqn, object.data)
+            return io.BytesIO(object.data)
+        return super().transform_object(write_item, object)
+
+
+class LoadPlanner(DefaultLoadPlanner):
+    """Loads flat entries; objects load with ``weights_only`` (torch's own planner runs pickles).
+
+    Args:
+        weights_only: As of ``torch.load``; None means True.
+        allow_partial_load: Leave entries alone that the checkpoint does not have.
+    """
+
+    def __init__(self, *, weights_only: bool | None, allow_partial_load: bool = False) -> None:
+        super().__init__(flatten_state_dict=False, allow_partial_load=allow_partial_load)
+        self.weights_only = weights_only is not False
+        self.metadata: Metadata | None = None
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        """Load one object into the dict given to ``load``."""
+        key = read_item.dest_index.fqn
+        with harmless_allowed():
+            loaded = load_blob(value, weights_only=self.weights_only, path=f"The entry {key}")
+        self.original_state_dict[key] = loaded
+
+
+def save(
+    entries: dict[str, Any],
+    writer: StorageWriter,
+    *,
+    process_group: dist.ProcessGroup | None,
+    no_dist: bool,
+) -> None:
+    """Save ``entries``; blocks until the checkpoint is published or failed on every rank.
+
+    Args:
+        entries: Flat; the same key on several ranks holds the same value.
+        writer: A storage writer that was not used before.
+        process_group: The ranks that take part; its collectives run on the calling thread.
+        no_dist: This process saves alone, whether or not there are others.
+
+    Raises:
+        CheckpointException: A rank failed (torch's class: a ``BaseException``).
+    """
+    planner = SavePlanner()
+    if not no_dist:
+        dcp_save(entries, storage_writer=writer, planner=planner, process_group=process_group)
+        return
+    writer.reset()
+    planner.set_up_planner(entries, writer.storage_meta(), is_coordinator=True)
+    writer.set_up_storage_writer(True)
+    local = writer.prepare_local_plan(planner.create_local_plan())
+    plans, metadata = planner.create_global_plan([local])
+    plan = planner.finish_plan(writer.prepare_global_plan(plans)[0])
+    writes = writer.write_data(plan, planner)
+    writes.wait()
+    writer.finish(metadata, [writes.value()])
+
+
+def load(
+    entries: dict[str, Any],
+    reader: StorageReader,
+    planner: LoadPlanner,
+    *,
+    process_group: dist.ProcessGroup | None,
+    no_dist: bool,
+) -> Metadata:
+    """Load into ``entries`` in place: tensors are filled, objects replaced.
+
+    Returns:
+        The checkpoint's metadata.
+
+    Raises:
+        BaseException: Whatever failed on a rank, this rank's failure first.
+    """
+    if no_dist:
+        reader.reset()
+        metadata: Metadata = reader.read_metadata()
+        planner.set_up_planner(entries, metadata, True)
+        reader.set_up_storage_reader(metadata, True)
+        local = reader.prepare_local_plan(planner.create_local_plan())
+        plans = reader.prepare_global_plan(planner.create_global_plan([local]))
+        reader.read_data(planner.finish_plan(plans[0]), planner).wait()
+        return metadata
+    try:
+        dcp_load(entries, storage_reader=reader, planner=planner, process_group=process_group)
+    except CheckpointException as failure:
+        raise first_failure(failure, process_group)[1] from failure
+    assert planner.metadata is not None
+    return planner.metadata
+
+
+def first_failure(
+    failure: CheckpointException, process_group: dist.ProcessGroup | None = None
+) -> tuple[int, BaseException]:
+    """Return the rank and the exception that a failed DCP step is best explained by.
+
+    Args:
+        failure: What DCP raised; the same on every rank.
+        process_group: Where this process's rank is looked up: its own failure comes first.
+    """
+    failures = failure.failures
+    rank = dist.get_rank(process_group) if dist.is_initialized() else 0
+    chosen = rank if rank in failures else min(failures)
+    return chosen, failures[chosen][0]
+
+
+def _nested(key: str) -> tuple[str, ...]:
+    head, dot, rest = key.partition(".")
+    return (head, rest) if dot and head == "state_dict" else (key,)
+
+
+def _warn_of_unsafe_globals(key: str, data: bytes) -> None:
+    """Say at the save, not at the resume, that a blob will be refused by ``weights_only``.
+
+    Runs where blobs are written, in the background: scanning takes longer than serializing.
+    """
+    names = frozenset(get_unsafe_globals_in_checkpoint(io.BytesIO(data))) - harmless_names()
+    if not names or names in _warned:
+        return
+    _warned.add(names)
+    _log.warning(
+        "The checkpoint entry %s holds objects that do not load with weights_only=True: %s. "
+        "Resuming will need torch.serialization.add_safe_globals([...]) with these, or "
+        "fit(..., weights_only=False), which runs code of the checkpoint; or save plain values.",
+        key,
+        ", ".join(sorted(names)),
+    )

@@ -1,0 +1,127 @@
+"""DCP entries back to a training state: the blob first, then every entry that it lists.
+
+The promises are those of state.py; ``places.py`` describes the blob.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.storage import StorageReader
+from torch.distributed.tensor import DTensor
+
+from air_lightning.checkpoint.compare import compare_models
+from air_lightning.checkpoint.places import (
+    TRAINER_KEY,
+    VERSION,
+    Place,
+    put,
+    rank_key,
+    unpack_paths,
+    unpack_places,
+)
+from air_lightning.checkpoint.planner import LoadPlanner, load
+from air_lightning.errors import CheckpointMismatchError, CorruptCheckpointError
+
+
+def read_checkpoint(
+    reader: StorageReader,
+    *,
+    rank: int,
+    weights_only: bool | None,
+    process_group: dist.ProcessGroup | None,
+    no_dist: bool,
+    state_dict: Mapping[str, Any] | None = None,
+    strict: bool = True,
+) -> tuple[dict[str, Any], dict[str, Any] | None]:
+    """Read back the checkpoint that ``to_entries`` turned into entries.
+
+    Args:
+        reader: Of the checkpoint's directory.
+        rank: The rank whose own blob is wanted.
+        weights_only: As of ``torch.load``, for the blobs; None means True.
+        process_group: The ranks that read together; an error of one is then raised on all.
+        no_dist: Read alone.
+        state_dict: The live model's. It is compared with the checkpoint before tensors are read,
+            and where it holds DTensors, theirs is the sharding of what is loaded.
+        strict: Whether missing and unexpected names are errors; other shapes always are.
+
+    Returns:
+        The checkpoint dict, equal to what was saved, with its tensors on the CPU (DTensors where
+        their mesh is); and the rank's blob, None if there was no such rank.
+
+    Raises:
+        CheckpointMismatchError: The directory is none of this package, or of another model.
+        CorruptCheckpointError: An entry is not there.
+    """
+    blobs: dict[str, Any] = {TRAINER_KEY: None, rank_key(rank): None}
+    planner = LoadPlanner(weights_only=weights_only, allow_partial_load=True)
+    metadata = load(blobs, reader, planner, process_group=process_group, no_dist=no_dist)
+    where = str(getattr(reader, "checkpoint_id", reader))
+    content = _checked_trainer(blobs[TRAINER_KEY], where)
+    checkpoint: dict[str, Any] = content["checkpoint"]
+    places = unpack_places(content["places"])
+    sizes = {place.key: _tensor_metadata(metadata, place.key, where) for place in places}
+    if state_dict is not None:
+        # Each place in the model's state, by name, with the shape that was saved.
+        shapes = {
+            str(place.path[1]): sizes[place.key].size
+            for place in places
+            if place.path[0] == "state_dict" and len(place.path) == 2
+        }
+        names = list(checkpoint.get("state_dict") or ())
+        compare_models(names, shapes, state_dict, strict=strict, where=where)
+    tensors = {place.key: _target(place, sizes[place.key], state_dict) for place in places}
+    planner = LoadPlanner(weights_only=weights_only)
+    load(tensors, reader, planner, process_group=process_group, no_dist=no_dist)
+    for place in places:
+        put(checkpoint, place.path, _as_saved(tensors[place.key], place))
+    for packed, paths in content["scalars"]:
+        for path, scalar in zip(unpack_paths(paths), packed, strict=True):
+            put(checkpoint, path, scalar.clone())
+    return checkpoint, blobs[rank_key(rank)]
+
+
+def _checked_trainer(content: Any, where: str) -> dict[str, Any]:
+    if not isinstance(content, dict):
+        raise CheckpointMismatchError(
+            f"{where} is a DCP checkpoint without the entry {TRAINER_KEY}; one that "
+            "AirCheckpointIO saved is wanted. Load it with torch.distributed.checkpoint.load."
+        )
+    if content.get("version") != VERSION:
+        raise CheckpointMismatchError(
+            f"{where} has state version {content.get('version')!r}; this release reads version "
+            f"{VERSION}. Install the release of air_lightning that saved it."
+        )
+    return content
+
+
+def _tensor_metadata(metadata: Metadata, key: str, where: str) -> TensorStorageMetadata:
+    found = metadata.state_dict_metadata.get(key)
+    if not isinstance(found, TensorStorageMetadata):
+        raise CorruptCheckpointError(
+            f"{where} has no tensor {key}, which its entry {TRAINER_KEY} lists. The checkpoint "
+            "was altered; resume from another one (find_latest_valid)."
+        )
+    return found
+
+
+def _target(
+    place: Place, saved: TensorStorageMetadata, state_dict: Mapping[str, Any] | None
+) -> torch.Tensor:
+    """Return an empty tensor to load into."""
+    dtype = saved.properties.dtype
+    live = (state_dict or {}).get(place.like or "")
+    if isinstance(live, DTensor) and live.shape == saved.size:
+        return torch.empty_like(live, dtype=dtype, requires_grad=False)
+    if place.stride is not None:
+        return torch.empty_strided(saved.size, place.stride, dtype=dtype)
+    return torch.empty(saved.size, dtype=dtype)
+
+
+def _as_saved(tensor: torch.Tensor, place: Place) -> torch.Tensor:
+    if place.is_parameter:
+        return torch.nn.Parameter(tensor, requires_grad=place.requires_grad)
+    return tensor.requires_grad_() if place.requires_grad else tensor

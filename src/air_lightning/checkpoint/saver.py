@@ -1,0 +1,338 @@
+"""One asynchronous save in flight: staging on the caller's thread, everything else behind it.
+
+``save`` waits for the save before it (and raises its error), copies the state, and starts a thread
+that runs the DCP save on a process group of our own. Every rank's thread takes part in every save,
+also where its own staging or writer failed: the failure then travels through the collectives and
+is raised on every rank, instead of leaving the others to wait.
+
+What must follow a publication (deleting the checkpoint that it replaces) is queued by
+``after_published`` and dropped if the save failed: the older checkpoint is then the good one.
+"""
+
+import atexit
+import logging
+import os
+import pickle
+import threading
+import time
+import weakref
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.storage import StorageWriter
+
+from air_lightning.checkpoint.planner import SerializedBlob, first_failure
+from air_lightning.checkpoint.planner import save as save_entries
+from air_lightning.checkpoint.staging import Stager
+from air_lightning.errors import InvalidArgumentError, SaveFailedError
+
+_log = logging.getLogger("air_lightning")
+
+
+@dataclass
+class SaveStats:
+    """What one save took.
+
+    Attributes:
+        stall_s: Seconds that the caller was blocked, waiting for the save before included.
+        stage_s: Of these, seconds of copying the state.
+        write_s: Seconds in the background until published or failed; 0.0 until then.
+        bytes: Size of this rank's entries, before replicated ones are shared out over the ranks.
+        published: Whether the checkpoint is complete.
+    """
+
+    stall_s: float
+    stage_s: float
+    write_s: float
+    bytes: int
+    published: bool = False
+
+
+class AsyncSaver:
+    """Saves flat entries in the background, one save at a time.
+
+    Args:
+        process_group: Our own gloo group of all ranks; nothing else may use it. None with
+            ``no_dist``.
+        no_dist: This process saves alone.
+        timeout_s: Seconds that waiting for a save may take, also at interpreter exit.
+
+    Raises:
+        InvalidArgumentError: Ranks are to save together without a group of their own.
+    """
+
+    def __init__(
+        self,
+        *,
+        process_group: dist.ProcessGroup | None = None,
+        no_dist: bool,
+        timeout_s: float = 1800.0,
+    ) -> None:
+        if process_group is None and not no_dist:
+            raise InvalidArgumentError(
+                "process_group=None was given with no_dist=False. A gloo group of its own is "
+                "wanted (torch.distributed.new_group(backend='gloo')): on the default group the "
+                "background's collectives would meet those of the training, and deadlock."
+            )
+        self.stats: list[SaveStats] = []
+        self._process_group = process_group
+        self._no_dist = no_dist
+        self._timeout_s = timeout_s
+        self._stager = Stager()
+        self._pid = os.getpid()
+        self._lock = threading.Lock()
+        self._idle = threading.Event()
+        self._idle.set()
+        self._error: SaveFailedError | None = None
+        self._target = ""
+        self._started = 0.0
+        self._actions: list[Callable[[], None]] = []
+        _at_exit(self)
+
+    def save(
+        self,
+        entries: Mapping[str, Any],
+        make_writer: Callable[[], StorageWriter],
+        *,
+        on_published: Callable[[], None] | None = None,
+    ) -> None:
+        """Stage ``entries`` and start saving them; every rank calls this for every save.
+
+        Args:
+            entries: What ``state.to_entries`` returned; may be changed once this returns.
+            make_writer: Called in the background; its errors fail the save on every rank.
+            on_published: Called in the background once the checkpoint is complete.
+
+        Raises:
+            SaveFailedError: The save before this one failed, or still runs after the timeout.
+        """
+        begun = time.perf_counter()
+        self.wait()
+        waited = time.perf_counter()
+        staged, failure = self._stage(entries)
+        ended = time.perf_counter()
+        stats = SaveStats(ended - begun, ended - waited, 0.0, _nbytes(staged))
+        self.stats.append(stats)
+        with self._lock:
+            self._actions = [] if on_published is None else [on_published]
+            self._started = time.monotonic()
+            self._target = "the checkpoint"
+            self._idle.clear()
+        threading.Thread(
+            target=self._run,
+            args=(staged, make_writer, failure, stats),
+            name="air-lightning-save",
+            daemon=True,  # exit waits in _at_exit, with a bound; joining would have none
+        ).start()
+
+    def prepare(self, entries: Mapping[str, Any]) -> None:
+        """Allocate what staging ``entries`` needs, so that the first save is as fast as later ones.
+
+        Args:
+            entries: As they will be saved; their values do not matter.
+        """
+        if not self.in_flight():
+            self._stager.prepare(entries)
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Block until the save in flight is published.
+
+        Args:
+            timeout_s: At most so many seconds; the constructor's by default.
+
+        Raises:
+            SaveFailedError: It failed (raised once, from its cause), or it still runs.
+        """
+        limit = self._timeout_s if timeout_s is None else timeout_s
+        if not self._settled(limit):
+            raise SaveFailedError(
+                f"The save of {self._target} has been running for "
+                f"{time.monotonic() - self._started:.0f} s and is not published; waiting stopped "
+                f"after {limit:g} s. Check that every rank is alive and that the storage answers, "
+                "or raise timeout_s."
+            )
+        with self._lock:
+            error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def after_published(self, action: Callable[[], None]) -> None:
+        """Run ``action`` after the save in flight, or now if there is none.
+
+        It is dropped, with a line in the log, if that save fails. Its own errors are logged.
+
+        Args:
+            action: Called in the background, or right here.
+        """
+        with self._lock:
+            if not self._idle.is_set():
+                self._actions.append(action)
+                return
+            failed = self._error is not None
+        if failed:
+            _log.warning("What was to follow the save is dropped, because the save failed.")
+        else:
+            _run_logged(action)
+
+    def in_flight(self) -> bool:
+        """Whether a save is running in the background."""
+        return not self._settled(0.0)
+
+    def close(self) -> None:
+        """Wait for the save in flight, bounded, and raise nothing: an error is logged.
+
+        Use ``wait`` where an error is to be raised. This is for cleaning up after another error,
+        which it must not mask.
+        """
+        try:
+            self.wait()
+        except SaveFailedError as error:
+            _log.error("%s", error, exc_info=error)
+
+    def _settled(self, timeout_s: float) -> bool:
+        # A forked child has no such thread, and would wait for ever.
+        return os.getpid() != self._pid or self._idle.wait(timeout_s)
+
+    def _stage(self, entries: Mapping[str, Any]) -> tuple[dict[str, Any], BaseException | None]:
+        try:
+            return self._stager.stage(entries), None
+        except Exception as error:  # noqa: BLE001 - raised on every rank, through the collectives
+            return {}, error
+
+    def _run(
+        self,
+        staged: dict[str, Any],
+        make_writer: Callable[[], StorageWriter],
+        failure: BaseException | None,
+        stats: SaveStats,
+    ) -> None:
+        begun = time.perf_counter()
+        error: SaveFailedError | None = None
+        try:
+            self._write(staged, self._writer(make_writer, failure))
+            stats.published = True
+        except BaseException as cause:  # noqa: BLE001 - CheckpointException is no Exception
+            error = self._explain(cause)
+            error.__cause__ = cause
+        stats.write_s = time.perf_counter() - begun
+        staged.clear()
+        self._follow_up(error)
+
+    def _write(self, staged: dict[str, Any], writer: StorageWriter) -> None:
+        save_entries(staged, writer, process_group=self._process_group, no_dist=self._no_dist)
+
+    def _writer(
+        self, make_writer: Callable[[], StorageWriter], failure: BaseException | None
+    ) -> StorageWriter:
+        if failure is not None:
+            return _FailedWriter(failure)
+        try:
+            writer = make_writer()
+        except Exception as error:  # noqa: BLE001 - raised on every rank, through the collectives
+            return _FailedWriter(error)
+        self._target = str(getattr(writer, "checkpoint_id", None) or self._target)
+        return writer
+
+    def _explain(self, cause: BaseException) -> SaveFailedError:
+        rank, first = 0, cause
+        if isinstance(cause, CheckpointException):
+            rank, first = first_failure(cause, self._process_group)
+        elif not self._no_dist:
+            rank = dist.get_rank(self._process_group)
+        return SaveFailedError(
+            f"Saving {self._target} failed on rank {rank}: {type(first).__name__}: {first}. "
+            "It is not a checkpoint; the one before it still is. Free the cause and save again."
+        )
+
+    def _follow_up(self, error: SaveFailedError | None) -> None:
+        """Run or drop what was queued, then let waiters go on; actions may queue more."""
+        while True:
+            with self._lock:
+                if error is not None and self._actions:
+                    _log.warning(
+                        "%d actions that were to follow the save of %s are dropped (old "
+                        "checkpoints are kept), because it failed.",
+                        len(self._actions),
+                        self._target,
+                    )
+                if error is not None or not self._actions:
+                    self._actions = []
+                    self._error = error
+                    self._idle.set()
+                    return
+                action = self._actions.pop(0)
+            _run_logged(action)
+
+
+class _FailedWriter(StorageWriter):
+    """Takes a rank's failure into the collectives of the save, so that every rank learns of it."""
+
+    def __init__(self, failure: BaseException) -> None:
+        self._failure = _portable(failure)
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Do nothing: torch calls this before the collectives begin."""
+
+    def _fail(self, *_: Any, **__: Any) -> Any:
+        raise self._failure
+
+    # The first is where the failure comes out; the others are abstract in the base class.
+    storage_meta = _fail
+    set_up_storage_writer = prepare_local_plan = prepare_global_plan = _fail
+    write_data = finish = _fail
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:  # noqa: ARG003
+        """Accept nothing."""
+        return False
+
+
+def _portable(failure: BaseException) -> BaseException:
+    """Return an exception that other ranks can unpickle: else the gathering rank fails alone."""
+    try:
+        pickle.loads(pickle.dumps(failure))
+    except Exception:  # noqa: BLE001 - runs the exception class's own code
+        return SaveFailedError(f"{type(failure).__name__}: {failure}")
+    return failure
+
+
+def _nbytes(entries: Mapping[str, Any]) -> int:
+    total = 0
+    for value in entries.values():
+        if isinstance(value, SerializedBlob):
+            total += len(value.data)
+        elif isinstance(value, torch.Tensor):
+            local = getattr(value, "_local_tensor", value)
+            total += local.nbytes
+    return total
+
+
+def _run_logged(action: Callable[[], None]) -> None:
+    try:
+        action()
+    except Exception:  # noqa: BLE001 - logged
+        # Raised on this rank alone, it would leave the others waiting in their next save.
+        _log.exception("The save is published, but what was to follow it failed.")
+
+
+def _at_exit(saver: AsyncSaver) -> None:
+    """Let interpreter exit wait for the last save, bounded by the saver's timeout.
+
+    ``atexit`` runs too late: by then ``concurrent.futures`` refuses work to writers that use it.
+    Callbacks run in reverse order, so its own has to be registered first, which its import does.
+    """
+    import_module("concurrent.futures.thread")
+    reference = weakref.ref(saver)
+
+    def finish() -> None:
+        alive = reference()
+        if alive is not None and os.getpid() == alive._pid:
+            alive.close()
+
+    register = getattr(threading, "_register_atexit", atexit.register)
+    register(finish)

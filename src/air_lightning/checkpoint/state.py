@@ -1,0 +1,237 @@
+"""A training state to DCP entries and back, with no moment of Adam lost and no key changed.
+
+Writing (:func:`to_entries`): the checkpoint dict is walked once. Each tensor of the model and of
+the optimizers becomes an entry of its own, and None stands in its place in what is left. The rest
+(counters, param_groups, scalars such as Adam's ``step``, empty dicts, types and the order of keys)
+is one blob, ``air.trainer``, together with the list of places: which entry belongs where. Reading
+(``restore.py``) loads the blob, then every entry on the list, and puts it in its place.
+Keys are never parsed, so parameter names may hold dots, and integer ids stay integers. DCP alone
+makes them strings, and AdamW then restores nothing, without an error.
+
+What DCP cannot hold (sparse, quantized, nested and meta tensors, foreign tensor classes) stays in
+the blob, as does the whole state of an optimizer whose ids have no parameter names.
+"""
+
+import logging
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from air_lightning.checkpoint.places import TRAINER_KEY, VERSION, Path, Place, pack, rank_key
+from air_lightning.checkpoint.planner import LoadPlanner, SavePlanner, SerializedBlob
+from air_lightning.checkpoint.restore import read_checkpoint
+from air_lightning.checkpoint.staging import is_dense
+from air_lightning.errors import SaveFailedError
+
+__all__ = ["LoadPlanner", "SavePlanner", "SerializedBlob", "read_checkpoint", "to_entries"]
+
+Entries: TypeAlias = dict[str, "torch.Tensor | SerializedBlob"]
+
+_DTYPES = frozenset(
+    getattr(torch, name)
+    for name in (
+        *("bool", "uint8", "int8", "int16", "int32", "int64", "uint16", "uint32", "uint64"),
+        *("float16", "bfloat16", "float32", "float64", "complex32", "complex64", "complex128"),
+        *("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz"),
+    )
+)
+# Packed together; torch.stack takes them all, and Adam's steps are among them.
+_SCALARS = (torch.float32, torch.float64, torch.int64)
+_log = logging.getLogger("air_lightning")
+
+
+def optimizer_names(
+    module_named_parameters: Iterable[tuple[str, torch.Tensor]], optimizer: torch.optim.Optimizer
+) -> Mapping[int, str] | None:
+    """Map the integer ids of ``optimizer.state_dict()`` to parameter names.
+
+    Args:
+        module_named_parameters: What ``module.named_parameters()`` yields.
+        optimizer: Any optimizer with ``param_groups``.
+
+    Returns:
+        The names, or None if a parameter of the optimizer is none of the module's.
+    """
+    names: dict[int, str] = {}
+    for name, parameter in module_named_parameters:
+        names.setdefault(id(parameter), name)
+    ids: dict[int, int] = {}  # torch counts each parameter once, in the order of the groups
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            ids.setdefault(id(parameter), len(ids))
+    if not all(identity in names for identity in ids):
+        return None
+    return {number: names[identity] for identity, number in ids.items()}
+
+
+def to_entries(
+    checkpoint: Mapping[str, Any],
+    *,
+    optimizer_names: Sequence[Mapping[int, str] | None],
+    rank: int,
+    rank_blob: Mapping[str, Any],
+) -> Entries:
+    """Turn a Lightning checkpoint into flat DCP entries.
+
+    Blobs are serialized at once; tensors are those of the checkpoint itself, still to be staged.
+
+    Args:
+        checkpoint: The Trainer's checkpoint dict, which is left unchanged.
+        optimizer_names: For each of ``checkpoint["optimizer_states"]`` the parameter name of each
+            integer id, or None where there is no such mapping.
+        rank: This process's rank. All ranks give the same tensors; rank 0 alone saves the rest.
+        rank_blob: What only this rank knows.
+
+    Returns:
+        ``state_dict.<name>``, ``optimizer_states.<i>.state.<parameter>.<name>``, on rank 0
+        ``air.trainer``, and ``air.rank.<rank>``. A blob that cannot be serialized carries its
+        error, which the save then raises on every rank.
+    """
+    taker = _Taker()
+    rest = dict(checkpoint)
+    if "state_dict" in rest:
+        rest["state_dict"] = taker.take_model(rest["state_dict"])
+    states = rest.get("optimizer_states")
+    if type(states) is list:
+        rest["optimizer_states"] = [
+            taker.take_optimizer(i, state, optimizer_names[i] if i < len(optimizer_names) else None)
+            for i, state in enumerate(states)
+        ]
+    entries: Entries = taker.entries
+    if rank == 0:
+        entries[TRAINER_KEY] = _trainer_blob(rest, taker)
+    entries[rank_key(rank)] = _serialize(rank_key(rank), dict(rank_blob))
+    return entries
+
+
+class _Taker:
+    """Takes tensors out of a nested state: entries, their places, and what is left."""
+
+    def __init__(self) -> None:
+        self.entries: Entries = {}
+        self.places: list[Place] = []
+        self.scalars: dict[torch.dtype, tuple[list[torch.Tensor], list[Path]]] = {}
+
+    def take_model(self, state: Any) -> Any:
+        """Return ``state`` with None for each tensor taken."""
+        if not _walkable(state):
+            return state
+        left = _shell(state)
+        for name, value in state.items():
+            left[name] = self._take(value, f"state_dict.{name}", ("state_dict", name), str(name))
+        return left
+
+    def take_optimizer(self, i: int, state: Any, names: Mapping[int, str] | None) -> Any:
+        """Return ``state`` with None for each tensor taken; parameters without a name stay."""
+        if names is None or type(state) is not dict or not _walkable(state.get("state")):
+            return state
+        left = dict(state)
+        left["state"] = _shell(state["state"])
+        for number, value in state["state"].items():
+            name = names.get(number)
+            key, path = f"optimizer_states.{i}.state.{name}", ("optimizer_states", i, "state")
+            known = name is not None
+            left["state"][number] = (
+                self._take(value, key, (*path, number), str(name)) if known else value
+            )
+        return left
+
+    def _take(self, value: Any, key: str, path: Path, like: str) -> Any:
+        if _walkable(value):
+            left = _shell(value)
+            for name, item in value.items():
+                left[name] = self._take(item, f"{key}.{name}", (*path, name), like)
+            return left
+        if type(value) is list:
+            return [
+                self._take(item, f"{key}.{i}", (*path, i), like) for i, item in enumerate(value)
+            ]
+        # Two dotted names can give one key; the second value then stays in the blob.
+        if not _is_storable(value) or key in self.entries:
+            return value
+        # Adam's steps, one for each parameter, cost more as entries than they weigh.
+        if path[0] != "state_dict" and _is_cpu_scalar(value):
+            packed, paths = self.scalars.setdefault(value.dtype, ([], []))
+            packed.append(value)
+            paths.append(path)
+            return None
+        self.entries[key] = value
+        self.places.append(_place(value, key, path, like))
+        return None
+
+
+def _walkable(value: Any) -> bool:
+    return type(value) in (dict, OrderedDict) and all(type(key) in (str, int) for key in value)
+
+
+def _shell(value: dict[Any, Any]) -> dict[Any, Any]:
+    """Return an empty dict of the same type, with the attributes (``_metadata`` of modules)."""
+    shell = type(value)()
+    if isinstance(value, OrderedDict):
+        shell.__dict__.update(value.__dict__)
+    return shell
+
+
+def _is_storable(value: Any) -> bool:
+    if isinstance(value, DTensor):
+        return True
+    return (
+        type(value) in (torch.Tensor, torch.nn.Parameter)
+        and value.layout == torch.strided
+        and value.dtype in _DTYPES
+        and not value.is_nested
+        and not value.is_meta
+    )
+
+
+def _is_cpu_scalar(value: torch.Tensor) -> bool:
+    return (
+        type(value) is torch.Tensor
+        and value.dim() == 0
+        and value.is_cpu
+        and value.dtype in _SCALARS
+        and not value.requires_grad
+    )
+
+
+def _place(value: torch.Tensor, key: str, path: Path, like: str) -> Place:
+    stride = None
+    if not isinstance(value, DTensor) and not value.is_contiguous() and is_dense(value):
+        stride = tuple(value.stride())
+    return Place(
+        key, path, isinstance(value, torch.nn.Parameter), value.requires_grad, stride, like
+    )
+
+
+def _trainer_blob(rest: dict[str, Any], taker: "_Taker") -> SerializedBlob:
+    content = {
+        "version": VERSION,
+        "checkpoint": rest,
+        "places": pack(taker.places),
+        "scalars": [(torch.stack(v), pack(paths)) for v, paths in taker.scalars.values()],
+    }
+    blob = _serialize(TRAINER_KEY, content)
+    if blob.error is None or "hyper_parameters" not in rest:
+        return blob
+    # Lightning's own file checkpoint drops hyper-parameters that do not pickle, and goes on.
+    content["checkpoint"] = {k: v for k, v in rest.items() if k != "hyper_parameters"}
+    without = _serialize(TRAINER_KEY, content)
+    if without.error is None:
+        _log.warning("`hyper_parameters` is left out of the checkpoint: %s", blob.error.__cause__)
+    return without
+
+
+def _serialize(key: str, value: dict[str, Any]) -> SerializedBlob:
+    try:
+        return SerializedBlob.of(value)
+    except Exception as cause:  # noqa: BLE001 - pickling runs the user's code
+        error = SaveFailedError(
+            f"The part {key} of the checkpoint cannot be pickled: {cause}. Plain values and "
+            "tensors are wanted; look at what on_save_checkpoint, state_dict of callbacks and "
+            "hyper-parameters put into the checkpoint (lambdas, locks and open files do not work)."
+        )
+        error.__cause__ = cause
+        return SerializedBlob(b"", error)

@@ -1,0 +1,214 @@
+"""Files of a volume on local disk: fetched once per node, whole or not at all, evicted when full.
+
+A file's way into the cache::
+
+    hit           open it, lock it shared, see that it is still linked and whole
+    lock          else open <key>.part and lock it; where another process is at it, wait, look again
+    make room     evict until the disk has its free share
+    download      into the locked <key>.part; the size is checked
+    publish       rename to <key>/<relative path>; the lock goes with the inode, and turns shared
+
+A full disk evicts and tries again, and at last the file is read where it lies on the volume.
+
+What a process holds locked (a Lease) nobody evicts: what was just yielded, what was read ahead,
+what is being downloaded. The locks are the kernel's: they end with their process, however it ends.
+"""
+
+import contextlib
+import fcntl
+import hashlib
+import logging
+import os
+import time
+
+from air_lightning.data.eviction import Evictor, free_bytes
+from air_lightning.errors import StorageError
+from air_lightning.volumes import path as volume_path
+from air_lightning.volumes.base import FULL_DISK, FileInfo, Storage
+
+_logger = logging.getLogger("air_lightning")
+
+
+class Lease:
+    """A local path that stays valid until it is closed.
+
+    Args:
+        path: The file.
+        descriptor: Holds its shared lock; negative for a file that needs none.
+    """
+
+    __slots__ = ("_descriptor", "_pid", "path")
+
+    def __init__(self, path: str, descriptor: int = -1) -> None:
+        self.path = path
+        self._descriptor = descriptor
+        self._pid = os.getpid()
+
+    def close(self) -> None:
+        """Let the file be evicted."""
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            _release(descriptor, self._pid)
+
+
+class FileCache:
+    """A directory of downloaded files; safe in many threads and processes at once, across forks.
+
+    Args:
+        storage: Where the files come from.
+        directory: An existing directory on local disk that can be written.
+        min_free_bytes: Free disk to keep, by evicting; None for the environment's, else a tenth.
+    """
+
+    def __init__(self, storage: Storage, directory: str, min_free_bytes: int | None = None) -> None:
+        self._storage = storage
+        self._directory = directory
+        self._evictor = Evictor(directory, min_free_bytes)
+        self._hash = hashlib.blake2b(_encode(storage.root), digest_size=12)
+
+    def __deepcopy__(self, memo: object) -> "FileCache":
+        return self  # a copy of a dataset shares its cache, which goes with the last of them
+
+    def place(self, info: FileInfo) -> str:
+        """Where a file lies once it is here. Its relative path is kept: labels are read off it."""
+        return f"{self._directory}/{self._key(info)}/{info.name}"
+
+    def fetch(self, info: FileInfo, place: str | None = None) -> Lease:
+        """Have a file here.
+
+        Args:
+            info: The file.
+            place: What ``place(info)`` returned, if it is at hand.
+
+        Raises:
+            StorageError: It cannot be downloaded, or the disk is full and it lies nowhere that it
+                could be read from instead.
+        """
+        place = place or self.place(info)
+        while True:
+            try:
+                lease = lease_if_whole(place, info.size) or self._download(info, place)
+            except OSError as error:
+                if isinstance(error, StorageError) or error.errno not in FULL_DISK:
+                    raise
+                if not self._evictor.free_up(info.size):
+                    return self._read_through(info, error)
+                continue
+            if lease is not None:
+                return lease
+
+    def _key(self, info: FileInfo) -> str:
+        digest = self._hash.copy()
+        digest.update(_encode(f"\0{info.name}\0{info.size}\0{info.mtime!r}"))
+        return digest.hexdigest()
+
+    def _download(self, info: FileInfo, place: str) -> Lease | None:
+        """Download a file, unless another process did meanwhile: None, look again."""
+        part = f"{self._directory}/{self._key(info)}.part"
+        descriptor = os.open(part, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        pid = os.getpid()
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            if not _is_at(descriptor, part):
+                _release(descriptor, pid)
+                return None
+            lease = lease_if_whole(place, info.size)
+            if lease is not None:
+                os.unlink(part)
+                _release(descriptor, pid)
+                return lease
+            return self._fill(info, place, part, descriptor)
+        except BaseException:
+            if _is_at(descriptor, part):
+                _unlink(part)
+            _release(descriptor, pid)
+            raise
+
+    def _fill(self, info: FileInfo, place: str, part: str, descriptor: int) -> Lease:
+        self._evictor.make_room(info.size)
+        self._storage.download(info, part)
+        _publish(part, place)
+        # To the nanosecond: the kernel's own times are too coarse to tell which came first.
+        now = time.time_ns()
+        os.utime(place[: -len(info.name) - 1], ns=(now, now))
+        fcntl.flock(descriptor, fcntl.LOCK_SH)
+        return Lease(place, descriptor)
+
+    def _read_through(self, info: FileInfo, error: OSError) -> Lease:
+        """The file where it lies on the volume, when the disk has no room for it."""
+        directory = volume_path.local_dir(self._storage.root)
+        if directory is None:
+            ours = StorageError(
+                f"The disk of the cache {self._directory} is full ({free_bytes(self._directory)} "
+                f"bytes free, nothing left to evict), and "
+                f"{volume_path.join(self._storage.root, info.name)} needs {info.size} bytes. Free "
+                "disk, or pass a cache_dir= on a larger one."
+            )
+            ours.errno = error.errno
+            raise ours from error
+        _logger.warning(
+            "The disk of the cache %s is full and nothing is left to evict: reading %s (%d bytes) "
+            "from the volume itself. Pass a cache_dir= on a larger disk.",
+            *(self._directory, info.name, info.size),
+        )
+        return Lease(f"{directory}/{info.name}")
+
+
+def lease_if_whole(place: str, size: int) -> Lease | None:
+    """A lease of a cached file; None where there is none, or not one of this size."""
+    try:
+        descriptor = os.open(place, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return None
+    try:
+        # Waits where an evictor or a publisher is about to finish, for microseconds.
+        fcntl.flock(descriptor, fcntl.LOCK_SH)
+        status = os.fstat(descriptor)
+        if status.st_nlink and status.st_size == size:
+            return Lease(place, descriptor)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    os.close(descriptor)
+    return None
+
+
+def _publish(part: str, place: str) -> None:
+    while True:
+        os.makedirs(os.path.dirname(place), exist_ok=True)
+        try:
+            os.replace(part, place)
+        except FileNotFoundError:
+            # An evictor removed the directory between the two calls, or else the part is gone.
+            if not os.path.exists(part):
+                raise
+        else:
+            return
+
+
+def _is_at(descriptor: int, path: str) -> bool:
+    """Whether a path still names the open file."""
+    try:
+        return os.path.samestat(os.fstat(descriptor), os.stat(path))
+    except FileNotFoundError:
+        return False
+
+
+def _release(descriptor: int, pid: int) -> None:
+    """Unlock and close. A child only closes: an unlock would free its parent's lock, too.
+
+    And a close alone would not do in the process itself: children that were forked in the meantime
+    keep copies of the descriptor, and with them the lock.
+    """
+    if os.getpid() == pid:
+        fcntl.flock(descriptor, fcntl.LOCK_UN)
+    os.close(descriptor)
+
+
+def _unlink(path: str) -> None:
+    with contextlib.suppress(OSError):
+        os.unlink(path)
+
+
+def _encode(text: str) -> bytes:
+    return text.encode("utf-8", "surrogateescape")

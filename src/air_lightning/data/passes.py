@@ -1,0 +1,133 @@
+"""The iterators that a loader hands out: one pass, its timing, and torch's with a first turn."""
+
+import time
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
+from typing_extensions import override
+
+from air_lightning.data.progress import Position
+from air_lightning.data.timing import WaitTimer
+from air_lightning.data.worker import Delivered, borrowed_generators
+
+if TYPE_CHECKING:
+    from air_lightning.data.loader import DataLoader
+
+
+class Pass:
+    """One pass over a loader with a state: unwraps batches and moves the loader's position."""
+
+    def __init__(self, loader: "DataLoader[Any]") -> None:
+        self._loader = loader
+        # A token and not the pass itself: with a cycle, workers would outlive a deleted loader
+        # until the garbage collector happens to run.
+        self._token = loader.pass_token = object()
+        self._enter(loader.begin())
+        self._resumed = self._position.batches > 0
+        self._failed = self._ended = False
+
+    def _enter(self, begun: tuple[Position, Iterator[Any]]) -> None:
+        self._position, self._iterator = begun
+        self._last = self._loader.batches_at_end(self._position)
+
+    def __iter__(self) -> "Pass":
+        return self
+
+    def __next__(self) -> Any:
+        self._check_current()
+        if self._ended:
+            raise StopIteration
+        try:
+            delivered = self._pull()
+        except StopIteration:
+            self._end()
+            raise
+        except Exception:
+            self._failed = True
+            raise
+        self._consume(delivered)
+        return delivered.batch
+
+    def _check_current(self) -> None:
+        if self._loader.pass_token is not self._token:
+            raise RuntimeError(
+                "This iterator's pass is over: iter() or load_state_dict() was called on its "
+                "loader since. The loader of a dataset with a state has one pass at a time; make "
+                "a second loader to read in parallel."
+            )
+
+    def _pull(self) -> Delivered:
+        try:
+            return self._fetch()
+        except StopIteration:
+            if not self._resumed or self._failed:
+                raise
+            # Nothing was left: the state was taken after the last batch, by someone who could
+            # not know that it was the last. An empty epoch would be skipped in silence.
+            self._resumed = False
+            self._enter(self._loader.begin(self._position.end().settled()))
+            return self._fetch()
+
+    def _fetch(self) -> Delivered:
+        if self._loader.num_workers > 0:
+            delivered: Delivered = next(self._iterator)
+            return delivered
+        with borrowed_generators():
+            return next(self._iterator)  # type: ignore[no-any-return]
+
+    def _consume(self, delivered: Delivered) -> None:
+        self._resumed = False
+        streams = max(1, self._loader.num_workers)
+        self._position = self._position.after(delivered.worker, delivered.standing, streams=streams)
+        self._loader.record(self._position)
+        if self._position.batches == self._last:
+            self._loader.record_end()
+
+    def _end(self) -> None:
+        self._ended = True
+        if not self._failed:
+            self._loader.record_end()
+
+
+class TimedIterator:
+    """Counts the time that each ``next()`` takes."""
+
+    def __init__(self, iterator: Iterator[Any], timer: WaitTimer) -> None:
+        self._iterator = iterator
+        self._timer = timer
+
+    def __iter__(self) -> "TimedIterator":
+        return self
+
+    def __next__(self) -> Any:
+        began = time.perf_counter()
+        try:
+            batch = next(self._iterator)
+        except StopIteration:
+            self._timer.end_pass()
+            raise
+        self._timer.add(began, time.perf_counter())
+        return batch
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A copy is at its end: no iterator of workers can be copied, and Lightning copies
+        # containers that hold one.
+        return iter, ((),)
+
+
+class RoundRobinIter(_MultiProcessingDataLoaderIter):
+    """torch's iterator with the first turn given to the worker whose turn it was."""
+
+    def __init__(self, loader: "DataLoader[Any]", first_worker: int) -> None:
+        self._first_worker = first_worker
+        super().__init__(loader)
+
+    @override
+    def _try_put_index(self) -> None:
+        if self._send_idx == 0:
+            # torch has just made a new cycle that begins at worker 0.
+            for _ in range(self._first_worker):
+                next(self._worker_queue_idx_cycle)
+            self._first_worker = 0
+        super()._try_put_index()

@@ -1,0 +1,208 @@
+"""Where a loader stands: what was consumed, as a value and as a state dict.
+
+A state dict is checked in this order: version, grid, rank, shape of the payload, file list. Every
+check comes before anything is changed, so a refused state leaves the loader as it was.
+"""
+
+import copy
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+from air_lightning.data.worker import Standing
+from air_lightning.errors import GridMismatchError, StateError
+
+VERSION = 1
+
+
+class Identity(NamedTuple):
+    """What a state belongs to: this loader's place in the grid, batch size and file list."""
+
+    rank: int
+    world_size: int
+    num_workers: int
+    batch_size: int | None
+    files: Mapping[str, Any] | None
+
+
+@dataclass(frozen=True)
+class Position:
+    """A place between two batches of one epoch.
+
+    Attributes:
+        epoch: The epoch that the batches belong to.
+        batches: Batches consumed of it by this rank.
+        next_worker: The worker whose turn it is; batches go round robin.
+        standings: Where each stream stands that has delivered anything.
+        finished: Whether nothing of this epoch is left.
+        loaded: The state dict that this position came from, until something was consumed.
+    """
+
+    epoch: int
+    batches: int = 0
+    next_worker: int = 0
+    standings: Mapping[int, Standing] = field(default_factory=dict)
+    finished: bool = False
+    loaded: Mapping[str, Any] | None = field(default=None, compare=False)
+
+    def after(self, worker: int, standing: Standing, *, streams: int) -> "Position":
+        """The position after one more batch, of ``worker``, one of ``streams``."""
+        return Position(
+            epoch=self.epoch,
+            batches=self.batches + 1,
+            next_worker=(worker + 1) % streams,
+            standings={**self.standings, worker: standing},
+        )
+
+    def end(self) -> "Position":
+        """The same position, known to be the end of its epoch."""
+        return replace(self, finished=True, loaded=None)
+
+    def settled(self, *, carry: bool = False) -> "Position":
+        """The start of the next epoch if this one is finished, else the position itself.
+
+        Args:
+            carry: Keep the states of datasets that count epochs themselves, and that the loader
+                cannot tell the epoch: a fresh one would begin with the shuffle of its first.
+        """
+        if not self.finished:
+            return self
+        told = {w: Standing(0, s.state) for w, s in self.standings.items() if "epoch" in s.state}
+        return Position(self.epoch + 1, standings=told if carry else {})
+
+
+def epoch_of(dataset: Any) -> int:
+    """The dataset's own ``epoch`` if it has one, else 0."""
+    epoch = getattr(dataset, "epoch", 0)
+    return epoch if type(epoch) is int and epoch >= 0 else 0
+
+
+def to_state(position: Position, identity: Identity, *, carry: bool = False) -> dict[str, Any]:
+    """The state dict of a position, of plain JSON types if the dataset's own states are.
+
+    Args:
+        position: The position.
+        identity: Of the loader.
+        carry: As of ``Position.settled``.
+    """
+    position = position.settled(carry=carry)
+    if position.loaded is not None:
+        return copy.deepcopy(dict(position.loaded))
+    return {
+        "version": VERSION,
+        "world_size": identity.world_size,
+        "num_workers": identity.num_workers,
+        "rank": identity.rank,
+        "batch_size": identity.batch_size,
+        "epoch": position.epoch,
+        "batches": position.batches,
+        "next_worker": position.next_worker,
+        "files": None if identity.files is None else dict(identity.files),
+        "workers": {str(w): copy.deepcopy(s.state) for w, s in position.standings.items()},
+        "items": {str(w): s.items for w, s in position.standings.items()},
+    }
+
+
+def from_state(state: Mapping[str, Any], identity: Identity) -> Position:
+    """The position that a state dict describes, for the loader of this identity.
+
+    Raises:
+        StateError: The state has an unknown version, is another rank's, is malformed, or was taken
+            mid-epoch of another file list.
+        GridMismatchError: It was taken with other numbers of ranks or workers.
+    """
+    _check_version(state)
+    _check_grid(state, identity)
+    position = _parse(state, identity)
+    if position.batches > 0:
+        _check_rank(state, identity)
+        _check_files(state, identity)
+        _warn_batch_size(state, identity)
+    return position
+
+
+def _check_version(state: Any) -> None:
+    if not isinstance(state, Mapping):
+        raise StateError(
+            f"A {type(state).__name__} was given as loader state; the dict that state_dict() "
+            "returned is wanted."
+        )
+    if type(state.get("version")) is not int or state["version"] != VERSION:
+        raise StateError(
+            f"The loader state has version {state.get('version')!r}; this release reads version "
+            f"{VERSION}. Load it with the release of air-lightning that wrote it."
+        )
+
+
+def _check_grid(state: Mapping[str, Any], identity: Identity) -> None:
+    taken = (state.get("world_size"), state.get("num_workers"))
+    here = (identity.world_size, identity.num_workers)
+    if taken != here:
+        raise GridMismatchError(
+            f"The loader state was taken with world_size={taken[0]}, num_workers={taken[1]}, and "
+            f"this loader runs with world_size={here[0]}, num_workers={here[1]}: its positions "
+            f"would skip and repeat files. Resume with {taken[0]} ranks and "
+            f"num_workers={taken[1]}, or begin an epoch without loading the state."
+        )
+
+
+def _check_rank(state: Mapping[str, Any], identity: Identity) -> None:
+    if state.get("rank") != identity.rank:
+        raise StateError(
+            f"The loader state is that of rank {state.get('rank')}, and this is rank "
+            f"{identity.rank}: each rank reads other files. Save every rank's own state_dict() "
+            "and load it on the same rank (AirCheckpointIO does)."
+        )
+
+
+def _check_files(state: Mapping[str, Any], identity: Identity) -> None:
+    taken, here = state.get("files"), identity.files
+    if taken is None or here is None or dict(taken) == dict(here):
+        return
+    counts = f"{taken.get('count')} files then, {here.get('count')} now"
+    raise StateError(
+        f"The loader state was taken in the middle of epoch {state['epoch']}, and files were "
+        f"added, removed or altered since ({counts}): positions in the old list mean other files "
+        "in this one. Restore the file list, or begin the next epoch without loading the state "
+        f"(set_epoch({state['epoch'] + 1}))."
+    )
+
+
+def _warn_batch_size(state: Mapping[str, Any], identity: Identity) -> None:
+    if state.get("batch_size") != identity.batch_size:
+        warnings.warn(
+            f"The loader state was taken with batch_size={state.get('batch_size')}, and this "
+            f"loader has batch_size={identity.batch_size}: the epoch goes on with the files that "
+            "are left, in batches of another size than those before.",
+            stacklevel=4,
+        )
+
+
+def _parse(state: Mapping[str, Any], identity: Identity) -> Position:
+    streams = max(1, identity.num_workers)
+    try:
+        standings = {
+            _count(int(worker), below=streams): Standing(
+                _count(state["items"][worker]), copy.deepcopy(dict(dataset_state))
+            )
+            for worker, dataset_state in state["workers"].items()
+        }
+        return Position(
+            epoch=_count(state["epoch"]),
+            batches=_count(state["batches"]),
+            next_worker=_count(state["next_worker"], below=streams),
+            standings=standings,
+            loaded=copy.deepcopy(dict(state)),
+        )
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise StateError(
+            f"The loader state is malformed ({type(error).__name__}: {error}); the dict that "
+            "state_dict() returned is wanted, unaltered or through JSON and back."
+        ) from error
+
+
+def _count(number: Any, *, below: int | None = None) -> int:
+    if type(number) is not int or number < 0 or (below is not None and number >= below):
+        raise ValueError(f"{number!r} where a count {'' if below is None else f'below {below}'}")
+    return number

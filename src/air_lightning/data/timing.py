@@ -1,0 +1,214 @@
+"""How long training waits for data, sent to the active MLflow run.
+
+The promise: timings never open a run, never slow a step and never stop training::
+
+    training thread   WaitTimer.add            four numbers are added up
+                      every 10 s, end of pass  the active run is looked up (it is thread-local),
+                                               and the totals are put into a queue
+    one daemon thread MlflowClient.log_batch   started at the first totals, so after the workers
+                                               were forked; a failure costs one warning and ends it
+
+MLflow is looked for in ``sys.modules``: a process that never imported it has no active run.
+"""
+
+import atexit
+import contextlib
+import logging
+import os
+import queue
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from air_lightning.data.stream import current_rank
+
+logger = logging.getLogger("air_lightning")
+
+INTERVAL_S = 10.0
+_QUEUE_SIZE = 64
+_EXIT_WAIT_S = 2.0
+_FORK_WAIT_S = 1.0
+
+
+class Report(NamedTuple):
+    """Metrics on their way to a run."""
+
+    tracking_uri: str
+    run_id: str
+    metrics: dict[str, float]
+    step: int
+    timestamp_ms: int
+
+
+class WaitTimer:
+    """Adds up the durations of ``next()`` and reports them now and then.
+
+    Metrics are named ``air/rank<r>/data_wait_ms_mean``, ``_max``, ``_sum`` and ``_count``; each
+    covers the batches since the report before. Their step is the number of batches so far.
+
+    Args:
+        interval_s: Seconds between reports.
+    """
+
+    def __init__(self, interval_s: float = INTERVAL_S) -> None:
+        self._interval_s = interval_s
+        self._batches = 0
+        self._due: float | None = None
+        self._clear()
+
+    def _clear(self) -> None:
+        self._count, self._sum, self._max = 0, 0.0, 0.0
+
+    def add(self, began: float, ended: float) -> None:
+        """Count one ``next()``, between two readings of ``time.perf_counter()``."""
+        waited = ended - began
+        self._batches += 1
+        self._count += 1
+        self._sum += waited
+        self._max = max(self._max, waited)
+        if self._due is None:
+            self._due = began + self._interval_s
+        if ended >= self._due:
+            self._due = ended + self._interval_s
+            self._report()
+
+    def end_pass(self) -> None:
+        """Report what is left at the end of a pass."""
+        self._report()
+
+    def _report(self) -> None:
+        if self._count == 0:
+            return
+        metrics = self._metrics()
+        self._clear()
+        try:
+            active = _active_run()
+            if active is not None:
+                stamp = int(time.time() * 1000)
+                _reporter().put(Report(*active, metrics, self._batches, stamp))
+        except Exception as error:  # noqa: BLE001 - see give_up
+            # A broken tracking set-up is no reason to stop training.
+            _reporter().give_up(error)
+
+    def _metrics(self) -> dict[str, float]:
+        name = f"air/rank{current_rank()[0]}/data_wait_ms"
+        return {
+            f"{name}_mean": 1000 * self._sum / self._count,
+            f"{name}_max": 1000 * self._max,
+            f"{name}_sum": 1000 * self._sum,
+            f"{name}_count": float(self._count),
+        }
+
+
+def _active_run() -> tuple[str, str] | None:
+    """(tracking URI, run id) of this thread's active run, if there is one."""
+    mlflow: Any = sys.modules.get("mlflow")
+    active_run = getattr(mlflow, "active_run", None)
+    run = active_run() if active_run is not None else None
+    return None if run is None else (mlflow.get_tracking_uri(), run.info.run_id)
+
+
+class _Reporter:
+    """The queue and the one thread of this process that talks to MLflow."""
+
+    def __init__(self) -> None:
+        self.pid = os.getpid()
+        self.sending = threading.Lock()
+        self._reports: queue.Queue[Report] = queue.Queue(_QUEUE_SIZE)
+        self._thread: threading.Thread | None = None
+        self._dead = False
+
+    def put(self, report: Report) -> None:
+        """Hand a report over; it is dropped if the thread is far behind or has given up."""
+        if self._dead:
+            return
+        with contextlib.suppress(queue.Full):
+            self._reports.put_nowait(report)
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="air-mlflow-timing", daemon=True)
+            self._thread.start()
+            atexit.register(self.drain, _EXIT_WAIT_S)
+
+    def drain(self, timeout_s: float) -> bool:
+        """Wait until everything was sent, at most so long; whether it was."""
+        deadline = time.monotonic() + timeout_s
+        with self._reports.all_tasks_done:
+            while self._reports.unfinished_tasks and not self._dead and self.pid == os.getpid():
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    return False
+                self._reports.all_tasks_done.wait(left)
+        return not self._dead
+
+    def give_up(self, error: Exception) -> None:
+        """Warn once, and report no more in this process."""
+        if not self._dead:
+            self._dead = True
+            with self._reports.all_tasks_done:
+                # Whoever drains would otherwise wait for reports that nobody takes any more.
+                self._reports.all_tasks_done.notify_all()
+            logger.warning(
+                "Timings of data loading are no longer logged to MLflow, and training goes on: "
+                "%s: %s",
+                type(error).__name__,
+                error,
+            )
+
+    def _run(self) -> None:
+        while not self._dead:
+            report = self._reports.get()
+            try:
+                with self.sending:
+                    _send(report)
+            except Exception as error:  # noqa: BLE001 - see give_up
+                self.give_up(error)
+            finally:
+                self._reports.task_done()
+
+
+def _send(report: Report) -> None:
+    from mlflow.entities import Metric
+    from mlflow.tracking import MlflowClient
+
+    metrics = [
+        Metric(key, value, report.timestamp_ms, report.step)
+        for key, value in report.metrics.items()
+    ]
+    MlflowClient(tracking_uri=report.tracking_uri).log_batch(report.run_id, metrics=metrics)
+
+
+_current: _Reporter | None = None
+
+
+def _reporter() -> _Reporter:
+    global _current  # noqa: PLW0603 - one per process
+    if _current is None or _current.pid != os.getpid():
+        # A fork copies the object, not its thread.
+        _current = _Reporter()
+    return _current
+
+
+def drain(timeout_s: float) -> bool:
+    """Wait until this process's timings were sent, at most so long; whether they were."""
+    return _current is None or _current.drain(timeout_s)
+
+
+@contextlib.contextmanager
+def sending_paused(*, when: bool = True) -> Iterator[None]:
+    """Keep the sending thread still while workers are forked.
+
+    A lock that it holds at that moment, of a logger or a database, would stay locked in the worker
+    for ever. Waits a second at most: a server that does not answer must not stop training.
+    """
+    reporter = _current
+    if not when or reporter is None or reporter.pid != os.getpid():
+        yield
+        return
+    held = reporter.sending.acquire(timeout=_FORK_WAIT_S)
+    try:
+        yield
+    finally:
+        if held:
+            reporter.sending.release()

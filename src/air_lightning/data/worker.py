@@ -1,0 +1,243 @@
+"""What runs where items are made: in a forked worker, or in the training process without workers.
+
+torch's fetcher sees the shims of this module in place of the user's dataset and collate function::
+
+    iter(shim)        the pass begins: epoch and seed are read from memory shared with the loader
+      next(stream)    first item of a batch: the generators are seeded for this batch
+                      first item of a pass: the dataset is put where its stream stands
+      collate(items)  the user's collate, then Delivered(batch, where the stream stands after it)
+
+The state rides with the batch, so what the loader records is what was consumed: a batch that is
+still prefetched keeps its state with it.
+"""
+
+import contextlib
+import hashlib
+import mmap
+import os
+import random
+import struct
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch.utils.data import default_convert, get_worker_info
+from torch.utils.data._utils.pin_memory import pin_memory
+
+State = dict[str, Any]
+
+_OPENING = -1  # in place of an item's index: the draws of the dataset's own __iter__
+
+
+class Standing(NamedTuple):
+    """Where one worker's stream stands: items delivered in this epoch, and the dataset's state."""
+
+    items: int
+    state: State
+
+
+class Delivered:
+    """A batch on its way to the training process, with where its stream stands after it."""
+
+    __slots__ = ("batch", "standing", "worker")
+
+    def __init__(self, batch: Any, worker: int, standing: Standing) -> None:
+        self.batch = batch
+        self.worker = worker
+        self.standing = standing
+
+    def pin_memory(self) -> "Delivered":
+        """The same with its batch in page-locked memory; torch's pinning thread calls it."""
+        return Delivered(pin_memory(self.batch), self.worker, self.standing)
+
+
+class Signal:
+    """Epoch and seed of the pass, in memory that forked workers share with the loader.
+
+    Workers that live on between epochs have no other way to learn what the next pass is.
+    """
+
+    _LAYOUT = struct.Struct("<qQ")
+
+    def __init__(self) -> None:
+        self._memory = mmap.mmap(-1, self._LAYOUT.size)
+
+    def write(self, epoch: int, seed: int) -> None:
+        """Announce the next pass; workers read it when they begin it."""
+        self._LAYOUT.pack_into(self._memory, 0, epoch, seed)
+
+    def read(self) -> tuple[int, int]:
+        """The (epoch, seed) written last."""
+        epoch, seed = self._LAYOUT.unpack_from(self._memory, 0)
+        return epoch, seed
+
+
+class WorkerSide:
+    """Stands in for dataset, collate function and worker_init_fn of one pool of workers.
+
+    Each forked worker has its own copy, with the copy's own dataset.
+
+    Args:
+        dataset: The user's dataset, with ``state_dict`` and ``load_state_dict``.
+    """
+
+    def __init__(self, dataset: Any) -> None:
+        self._signal = Signal()
+        self._dataset = dataset
+        self._collate_fn: Callable[[Any], Any] = default_convert
+        self._worker_init_fn: Callable[[int], None] | None = None
+        self._standings: dict[int, Standing] = {}
+        self._beginning: State | None = None
+        self._stream: _Stream | None = None
+
+    def equip(
+        self,
+        collate_fn: Callable[[Any], Any],
+        worker_init_fn: Callable[[int], None] | None,
+        standings: Mapping[int, Standing],
+    ) -> None:
+        """Say what workers forked from now on shall do; live workers do not learn of it.
+
+        Args:
+            collate_fn: The user's collate (or torch's convert) function.
+            worker_init_fn: The user's, called first in each worker, or None.
+            standings: Where the streams stand at the next pass, by worker; a stream that is not
+                named begins at its start.
+        """
+        self._collate_fn = collate_fn
+        self._worker_init_fn = worker_init_fn
+        self._standings = dict(standings)
+
+    def announce(self, epoch: int, seed: int) -> None:
+        """Tell live workers, and those forked from now on, what the next pass is."""
+        self._signal.write(epoch, seed)
+
+    def init(self, worker: int) -> None:
+        """Hide the shim, then call the user's function: torch's worker_init_fn."""
+        info = get_worker_info()
+        if info is not None:
+            # Otherwise init functions that reach for get_worker_info().dataset would silently
+            # change the shim instead of the dataset. WorkerInfo refuses plain assignment.
+            object.__setattr__(info, "dataset", self._dataset)
+        if self._worker_init_fn is not None:
+            self._worker_init_fn(worker)
+
+    def __iter__(self) -> Iterator[Any]:
+        info = get_worker_info()
+        worker = 0 if info is None else info.id
+        epoch, seed = self._signal.read()
+        standing = self._standings.pop(worker, None)
+        self._stream = _Stream(self._open, worker, epoch, seed, standing)
+        return self._stream
+
+    def collate(self, items: Any) -> Delivered:
+        """Collate a batch and note where its stream stands after it."""
+        assert self._stream is not None, "torch calls iter() before it collates"
+        batch = self._collate_fn(items)
+        worker, delivered = self._stream.close_batch()
+        return Delivered(batch, worker, Standing(delivered, self._dataset.state_dict()))
+
+    def _open(self, epoch: int, standing: Standing | None) -> Iterator[Any]:
+        dataset = self._dataset
+        if hasattr(dataset, "set_epoch"):
+            dataset.set_epoch(epoch)
+        if standing is not None:
+            # Before the standing is loaded: whoever resumes has a beginning to go back to, too.
+            self._note_beginning()
+            dataset.load_state_dict(standing.state)
+        elif self._beginning is not None:
+            dataset.load_state_dict(self._beginning)
+        else:
+            self._note_beginning()
+        return iter(dataset)
+
+    def _note_beginning(self) -> None:
+        """Keep the state of a dataset that cannot tell one epoch from the next.
+
+        A pass leaves such a dataset at its end, and its next pass would be cut short or empty.
+        One that knows of epochs (a ``set_epoch``, or an ``"epoch"`` in its state) moves itself.
+        """
+        if self._beginning is None and not hasattr(self._dataset, "set_epoch"):
+            state = self._dataset.state_dict()
+            self._beginning = None if "epoch" in state else dict(state)
+
+
+class _Stream:
+    """The items of one pass in one worker, with the generators seeded batch by batch."""
+
+    def __init__(
+        self,
+        opener: Callable[[int, Standing | None], Iterator[Any]],
+        worker: int,
+        epoch: int,
+        seed: int,
+        standing: Standing | None,
+    ) -> None:
+        self._opener = opener
+        self._worker = worker
+        self._epoch = epoch
+        self._seed = seed
+        self._standing = standing
+        self._items = 0 if standing is None else standing.items
+        self._iterator: Iterator[Any] | None = None
+        self._batch_begins = True
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        if self._iterator is None:
+            # Here and not in iter(): an exception raised there kills a live worker, without its
+            # message, while one raised here reaches the training process.
+            self._reseed(_OPENING)
+            self._iterator = self._opener(self._epoch, self._standing)
+        if self._batch_begins:
+            self._reseed(self._items)
+            self._batch_begins = False
+        item = next(self._iterator)
+        self._items += 1
+        return item
+
+    def close_batch(self) -> tuple[int, int]:
+        """End a batch; returns this worker and its items so far."""
+        self._batch_begins = True
+        return self._worker, self._items
+
+    def _reseed(self, index: int) -> None:
+        seed_generators(digest(self._seed, self._epoch, self._worker, index))
+
+
+def digest(*parts: object) -> int:
+    """An unsigned 64-bit number that depends on all parts, the same in every process."""
+    text = "|".join(str(part) for part in parts).encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
+
+
+def stream_seed(dataset: Any, rank: int) -> int:
+    """The seed of a rank's streams: of the dataset's seed, Lightning's if it is set, and rank."""
+    return digest(getattr(dataset, "seed", None), os.environ.get("PL_GLOBAL_SEED"), rank)
+
+
+def seed_generators(seed: int) -> None:
+    """Seed Python's, NumPy's and torch's CPU generator with an unsigned 64-bit number."""
+    random.seed(seed)
+    np.random.seed([seed & 0xFFFFFFFF, seed >> 32])
+    # Not torch.manual_seed: per batch, it would queue a seeding of CUDA, stack trace included.
+    torch.default_generator.manual_seed(seed)
+
+
+@contextlib.contextmanager
+def borrowed_generators() -> Iterator[None]:
+    """Give the process's generators back as they were.
+
+    Without workers, items are made between training steps: their draws would otherwise change
+    dropout and initialisation, and those would change the augmentations.
+    """
+    python, numpy, torch_cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
+        torch.set_rng_state(torch_cpu)

@@ -1,0 +1,86 @@
+"""The surface of storage: what a volume can do for us, and nothing it cannot.
+
+Volumes are object stores behind FUSE: there is no append, no seek while writing, no lock and no
+link here, so that nothing above this layer can come to need one.
+"""
+
+import errno
+from contextlib import AbstractContextManager
+from typing import BinaryIO, NamedTuple, Protocol
+
+FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
+
+
+class FileInfo(NamedTuple):
+    """A file as it was listed.
+
+    Attributes:
+        name: Path relative to the storage's root, with ``/`` between segments.
+        size: Bytes.
+        mtime: Seconds since the epoch; 0.0 where the store does not say.
+    """
+
+    name: str
+    size: int
+    mtime: float
+
+
+class Entry(NamedTuple):
+    """One name in a directory."""
+
+    name: str
+    is_dir: bool
+
+
+class Storage(Protocol):
+    """A directory of a volume, an object store or this machine.
+
+    Transient errors are retried, bounded in time; then they are StorageErrors. A missing file is
+    a FileNotFoundError (except in ``download``), a full disk an OSError with its errno.
+    """
+
+    @property
+    def root(self) -> str:
+        """The normalized path, as users see it."""
+
+    def list_files(self) -> list[FileInfo]:
+        """All files below the root, recursively, without dot-files, sorted by name."""
+
+    def list_dir(self, name: str = "") -> list[Entry]:
+        """One level, dot-files included, sorted; FileNotFoundError for a missing directory."""
+
+    def stat(self, name: str) -> FileInfo:
+        """Size and time of one file."""
+
+    def exists(self, name: str) -> bool:
+        """Whether there is a file or directory of that name."""
+
+    def read_bytes(self, name: str, offset: int = 0, length: int | None = None) -> bytes:
+        """The bytes of a file from ``offset``, ``length`` of them at most."""
+
+    def open_read(self, name: str) -> BinaryIO:
+        """A buffered, seekable reader."""
+
+    def download(self, info: FileInfo, destination: str) -> int:
+        """Copy a listed file to a local path, overwriting it; returns its bytes.
+
+        Raises:
+            FileVanishedError: The file is gone.
+            FileChangedError: It does not have ``info.size`` bytes.
+            StorageError: It cannot be read, retries included.
+        """
+
+    def open_write(self, name: str) -> AbstractContextManager[BinaryIO]:
+        """A writer whose file appears under its name, whole, at the block's clean end only."""
+
+    def write_bytes(self, name: str, data: bytes) -> None:
+        """Publish a file of these bytes, whole or not at all; transient errors are retried."""
+
+    def make_root(self) -> None:
+        """Create the root directory and its parents where they are missing."""
+
+    def remove(self, name: str) -> None:
+        """Delete a file; a missing one is fine."""
+
+    def remove_tree(self, name: str = "") -> None:
+        """Delete a directory and all below it; a missing one is fine."""

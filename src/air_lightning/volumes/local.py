@@ -1,0 +1,302 @@
+"""Storage on a mounted file system: volumes behind FUSE, ``file://`` and local paths.
+
+Writing a file: a hidden temporary name in the same directory, front to back, fsync, close, rename.
+Where the mount refuses the rename, the bytes are written once more, under the final name.
+"""
+
+import contextlib
+import errno
+import io
+import logging
+import os
+import secrets
+import shutil
+import stat as stat_module
+from collections.abc import Callable, Iterator
+from typing import Any, BinaryIO, TypeVar
+
+from air_lightning.errors import FileChangedError, FileVanishedError, StorageError
+from air_lightning.volumes import path as volume_path
+from air_lightning.volumes.base import Entry, FileInfo
+from air_lightning.volumes.reader import RetryingReader
+from air_lightning.volumes.retry import Retry, is_kept, translate
+from air_lightning.volumes.walk import Walk
+
+_logger = logging.getLogger("air_lightning")
+_T = TypeVar("_T")
+
+_CHUNK = 4 << 20  # bytes of one read or write; large, since each may be one request
+_CANNOT_RENAME = (errno.EPERM, errno.EACCES, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
+_CANNOT_FSYNC = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EROFS)
+
+
+class LocalStorage:
+    """A directory that the operating system can open.
+
+    Args:
+        root: The normalized path, as users see it.
+        retry: How long to try on transient errors.
+    """
+
+    def __init__(self, root: str, *, retry: Retry | None = None) -> None:
+        directory = volume_path.local_dir(root)
+        if directory is None:
+            raise ValueError(f"{root} is not on this machine's file systems")
+        self.root = root
+        self._directory = directory
+        self._retry = retry or Retry()
+
+    def list_files(self) -> list[FileInfo]:
+        """See :class:`~air_lightning.volumes.base.Storage`."""
+        self._require_directory()
+        files = Walk(self._call).run(self._directory)
+        return sorted(files, key=lambda info: os.fsencode(info.name))
+
+    def list_dir(self, name: str = "") -> list[Entry]:
+        """See :class:`~air_lightning.volumes.base.Storage`."""
+
+        def scan() -> list[Entry]:
+            with os.scandir(self._local(name)) as found:
+                return sorted(Entry(entry.name, entry.is_dir()) for entry in found)
+
+        return self._call("list", name, scan)
+
+    def stat(self, name: str) -> FileInfo:
+        """See :class:`~air_lightning.volumes.base.Storage`."""
+        found = self._call("stat", name, lambda: os.stat(self._local(name)))
+        return FileInfo(name, found.st_size, found.st_mtime)
+
+    def exists(self, name: str) -> bool:
+        """See :class:`~air_lightning.volumes.base.Storage`."""
+        try:
+            self._call("stat", name, lambda: os.stat(self._local(name)))
+        except FileNotFoundError:
+            return False
+        except StorageError as error:
+            if error.errno == errno.ENOTDIR:
+                return False
+            raise
+        return True
+
+    def read_bytes(self, name: str, offset: int = 0, length: int | None = None) -> bytes:
+        """See :class:`~air_lightning.volumes.base.Storage`."""
+
+        def read() -> bytes:
+            with open(self._local(name), "rb", buffering=0) as file:
+                file.seek(offset)
+                return b"".join(_chunks(file, length))
+
+        return self._call("read", name, read)
+
+    def open_read(self, name: str) -> BinaryIO:
+        """See :class:`~air_lightning.volumes.base.Storage`."""
+        local = self._local(name)
+        reader = RetryingReader(lambda: io.FileIO(local), self._visible(name), self._retry)
+        return io.BufferedReader(reader, buffer_size=1 << 20)
+
+    def download(self, info: FileInfo, destination: str) -> int:
+        """See :class:`~air_lightning.volumes.base.Storage`."""
+        try:
+            size = self._call("download", info.name, lambda: self._copy(info.name, destination))
+        except FileNotFoundError as error:
+            raise vanished(self._visible(info.name)) from error
+        check_size(self._visible(info.name), info.size, size)
+        return size
+
+    @contextlib.contextmanager
+    def open_write(self, name: str) -> Iterator[BinaryIO]:
+        """See :class:`~air_lightning.volumes.base.Storage`."""
+        target = self._local(name)
+        temporary = temporary_name(target)
+        file = self._call("create", name, lambda: self._create(temporary, name))
+        try:
+            with io.BufferedWriter(file, buffer_size=_CHUNK) as writer:
+                yield writer
+                self._finish(name, writer)
+            self._publish(name, temporary, target)
+        except BaseException:
+            _discard(temporary)
+            raise
+
+    def write_bytes(self, name: str, data: bytes) -> None:
+        """See :class:`~air_lightning.volumes.base.Storage`."""
+        target = self._local(name)
+        temporary = temporary_name(target)
+
+        def write() -> None:
+            with self._create(temporary, name, "wb") as file, io.BufferedWriter(file) as writer:
+                writer.write(data)
+                _sync(writer)
+
+        try:
+            self._call("write", name, write)
+            self._publish(name, temporary, target)
+        except BaseException:
+            _discard(temporary)
+            raise
+
+    def make_root(self) -> None:
+        """See :class:`~air_lightning.volumes.base.Storage`."""
+        try:
+            self._call("create", "", lambda: os.makedirs(self._directory, exist_ok=True))
+        except StorageError as error:
+            if error.errno in (errno.EEXIST, errno.ENOTDIR):
+                raise not_a_directory(self.root) from error
+            raise
+
+    def remove(self, name: str) -> None:
+        """See :class:`~air_lightning.volumes.base.Storage`."""
+        with contextlib.suppress(FileNotFoundError):
+            self._call("remove", name, lambda: os.unlink(self._local(name)))
+
+    def remove_tree(self, name: str = "") -> None:
+        """See :class:`~air_lightning.volumes.base.Storage`."""
+        with contextlib.suppress(FileNotFoundError):
+            self._call("remove", name, lambda: shutil.rmtree(self._local(name)))
+
+    def _call(self, operation: str, name: str, action: Callable[[], _T]) -> _T:
+        return self._retry.call(operation, self._visible(name), action)
+
+    def _visible(self, name: str) -> str:
+        return volume_path.join(self.root, name)
+
+    def _local(self, name: str) -> str:
+        return f"{self._directory}/{name}" if name else self._directory
+
+    def _require_directory(self) -> None:
+        mode = self._call("list", "", lambda: os.stat(self._directory)).st_mode
+        if not stat_module.S_ISDIR(mode):
+            raise not_a_directory(self.root)
+
+    def _copy(self, name: str, destination: str) -> int:
+        copied = 0
+        with (
+            open(self._local(name), "rb", buffering=0) as source,
+            open(destination, "wb", buffering=0) as target,
+        ):
+            for chunk in _chunks(source, None):
+                view = memoryview(chunk)
+                while view:
+                    view = view[target.write(view) :]
+                copied += len(chunk)
+        return copied
+
+    def _create(self, temporary: str, name: str, mode: str = "xb") -> "_NamedFile":
+        try:
+            return _NamedFile(temporary, mode, self._visible(name))
+        except FileNotFoundError:
+            os.makedirs(os.path.dirname(temporary), exist_ok=True)
+            return _NamedFile(temporary, mode, self._visible(name))
+
+    def _finish(self, name: str, writer: BinaryIO) -> None:
+        try:
+            _sync(writer)
+        except OSError as error:
+            if is_kept(error):
+                raise
+            raise translate("write", self._visible(name), error) from error
+
+    def _publish(self, name: str, temporary: str, target: str) -> None:
+        size = os.stat(temporary).st_size
+        try:
+            self._call("publish", name, lambda: _rename(temporary, target, size))
+        except StorageError as error:
+            if error.errno not in _CANNOT_RENAME or os.path.isdir(target):
+                raise
+            _logger.debug("%s: rename is refused here; writing it again", self._visible(name))
+            self._call("write", name, lambda: _write_again(temporary, target))
+            _discard(temporary)
+
+
+class _NamedFile(io.FileIO):
+    """A file being written whose errors name it as users know it."""
+
+    def __init__(self, local: str, mode: str, visible: str) -> None:
+        super().__init__(local, mode)
+        self._visible = visible
+
+    def write(self, data: Any, /) -> int:
+        try:
+            return super().write(data)
+        except OSError as error:
+            if is_kept(error):
+                error.filename = self._visible
+                raise
+            raise translate("write", self._visible, error) from error
+
+
+def _chunks(file: io.FileIO, length: int | None) -> Iterator[bytes]:
+    left = length
+    while left is None or left > 0:
+        chunk = file.read(_CHUNK if left is None else min(_CHUNK, left))
+        if not chunk:
+            return
+        left = None if left is None else left - len(chunk)
+        yield chunk
+
+
+def temporary_name(target: str) -> str:
+    """A hidden name beside a file, that no other process makes."""
+    head, _, tail = target.rpartition("/")
+    return f"{head}/.{tail}.{os.getpid()}-{secrets.token_hex(4)}.tmp"
+
+
+def _sync(writer: BinaryIO) -> None:
+    writer.flush()
+    try:
+        os.fsync(writer.fileno())
+    except OSError as error:
+        if error.errno not in _CANNOT_FSYNC:
+            raise
+
+
+def _rename(temporary: str, target: str, size: int) -> None:
+    try:
+        os.replace(temporary, target)
+    except FileNotFoundError:
+        # A rename that was done, but whose answer was lost, finds nothing to rename when retried.
+        if not os.path.exists(target) or os.stat(target).st_size != size:
+            raise
+
+
+def _write_again(temporary: str, target: str) -> None:
+    try:
+        with open(temporary, "rb") as source, open(target, "wb", buffering=_CHUNK) as file:
+            shutil.copyfileobj(source, file, _CHUNK)
+            _sync(file)
+    except BaseException:
+        _discard(target)
+        raise
+
+
+def _discard(local: str) -> None:
+    try:
+        os.unlink(local)
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        _logger.warning("Could not remove the unfinished file %s: %s", local, error)
+
+
+def vanished(path: str) -> FileVanishedError:
+    """The error for a listed file that is gone."""
+    return FileVanishedError(
+        f"{path} was listed and is no longer there. Leave training files in place while a run "
+        'reads them, or pass on_error="skip".'
+    )
+
+
+def check_size(path: str, want: int, got: int) -> None:
+    """Raise FileChangedError unless a download has the listed size."""
+    if want != got:
+        raise FileChangedError(
+            f"{path} was listed with {want} bytes and {got} came. Write files under another name "
+            'and rename them, or pass on_error="skip".'
+        )
+
+
+def not_a_directory(path: str) -> StorageError:
+    """The error for a root that is a file."""
+    error = StorageError(f"{path} is a file (or below one); a directory is wanted.")
+    error.errno = errno.ENOTDIR
+    return error

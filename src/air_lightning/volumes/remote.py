@@ -1,0 +1,234 @@
+"""Storage behind fsspec: object stores, and whatever else has a URL.
+
+Writing a file: into a temporary file on local disk, then one upload under the final name. Thus an
+upload that failed can be repeated, and one that was cut off never shows (object stores publish at
+the end of an upload; fsspec's own writers publish what there is when an exception closes them).
+"""
+
+import contextlib
+import io
+import os
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from datetime import datetime
+from typing import Any, BinaryIO, TypeVar, cast
+
+import fsspec
+import fsspec.asyn
+
+from air_lightning.errors import InvalidPathError, StorageError
+from air_lightning.volumes import path as volume_path
+from air_lightning.volumes.base import Entry, FileInfo
+from air_lightning.volumes.local import check_size, not_a_directory, vanished
+from air_lightning.volumes.reader import RetryingReader
+from air_lightning.volumes.retry import Retry
+
+_T = TypeVar("_T")
+
+_MTIME_KEYS = ("mtime", "LastModified", "last_modified", "updated", "modified", "created")
+_IN_MEMORY = 32 << 20  # bytes of an upload that are kept in memory instead of on disk
+
+
+class FsspecStorage:
+    """A directory of any fsspec file system.
+
+    Args:
+        root: The normalized URL.
+        storage_options: Passed to the file system, as ``{"anon": True}``.
+        retry: How long to try on transient errors.
+    """
+
+    def __init__(
+        self,
+        root: str,
+        *,
+        storage_options: Mapping[str, Any] | None = None,
+        retry: Retry | None = None,
+    ) -> None:
+        self.root = root
+        self._options = dict(storage_options or {})
+        self._retry = retry or Retry()
+        self._fs_of: tuple[int, Any] | None = None
+        self._base = self._fs._strip_protocol(root).rstrip("/")
+
+    @property
+    def _fs(self) -> Any:
+        """This process's file system; one that was opened before a fork has lost its threads."""
+        if self._fs_of is None or self._fs_of[0] != os.getpid():
+            if self._fs_of is not None:
+                fsspec.asyn.reset_lock()
+            self._fs_of = (os.getpid(), _open_fs(self.root, self._options))
+        return self._fs_of[1]
+
+    def list_files(self) -> list[FileInfo]:
+        """See :class:`~air_lightning.volumes.base.Storage`."""
+        found = self._call("list", "", lambda: self._fresh().find(self._base, detail=True))
+        if not found and not self.exists(""):
+            raise FileNotFoundError(f"{self.root} does not exist")
+        if list(found) == [self._base]:
+            raise not_a_directory(self.root)
+        files = [self._info(path, info) for path, info in found.items()]
+        kept = [info for info in files if not _is_hidden(info.name)]
+        return sorted(kept, key=lambda info: os.fsencode(info.name))
+
+    def list_dir(self, name: str = "") -> list[Entry]:
+        """See :class:`~air_lightning.volumes.base.Storage`."""
+        path = self._path(name)
+        found = self._call("list", name, lambda: self._fresh().ls(path, detail=True))
+        entries = {
+            Entry(info["name"].rstrip("/").rpartition("/")[2], info["type"] == "directory")
+            for info in found
+            if info["name"].strip("/") != path.strip("/")
+        }
+        return sorted(entries)
+
+    def stat(self, name: str) -> FileInfo:
+        """See :class:`~air_lightning.volumes.base.Storage`."""
+        info = self._call("stat", name, lambda: self._fresh().info(self._path(name)))
+        return FileInfo(name, int(info.get("size") or 0), _mtime(info))
+
+    def exists(self, name: str) -> bool:
+        """See :class:`~air_lightning.volumes.base.Storage`."""
+        try:
+            self.stat(name)
+        except FileNotFoundError:
+            return False
+        return True
+
+    def read_bytes(self, name: str, offset: int = 0, length: int | None = None) -> bytes:
+        """See :class:`~air_lightning.volumes.base.Storage`."""
+        path = self._path(name)
+        if length == 0:
+            return b""
+        if offset == 0 and length is None:
+            return cast("bytes", self._call("read", name, lambda: self._fs.cat_file(path)))
+        end = None if length is None else offset + length
+        data = self._call("read", name, lambda: self._fs.cat_file(path, start=offset, end=end))
+        return cast("bytes", data)
+
+    def open_read(self, name: str) -> BinaryIO:
+        """See :class:`~air_lightning.volumes.base.Storage`."""
+        path = self._path(name)
+        reader = RetryingReader(
+            lambda: cast("BinaryIO", self._fs.open(path, "rb")), self._visible(name), self._retry
+        )
+        return io.BufferedReader(reader, buffer_size=1 << 20)
+
+    def download(self, info: FileInfo, destination: str) -> int:
+        """See :class:`~air_lightning.volumes.base.Storage`."""
+        path = self._path(info.name)
+        try:
+            self._call("download", info.name, lambda: self._fs.get_file(path, destination))
+        except FileNotFoundError as error:
+            raise vanished(self._visible(info.name)) from error
+        size = os.stat(destination).st_size
+        check_size(self._visible(info.name), info.size, size)
+        return size
+
+    @contextlib.contextmanager
+    def open_write(self, name: str) -> Iterator[BinaryIO]:
+        """See :class:`~air_lightning.volumes.base.Storage`."""
+        with tempfile.SpooledTemporaryFile(max_size=_IN_MEMORY) as spool:
+            yield cast("BinaryIO", spool)
+            self._call("write", name, lambda: self._upload(name, cast("BinaryIO", spool)))
+
+    def write_bytes(self, name: str, data: bytes) -> None:
+        """See :class:`~air_lightning.volumes.base.Storage`."""
+        self._call("write", name, lambda: self._in_parent(name, "pipe_file", data))
+
+    def make_root(self) -> None:
+        """See :class:`~air_lightning.volumes.base.Storage`."""
+        if self._call("stat", "", lambda: self._fresh().isfile(self._base)):
+            raise not_a_directory(self.root)
+        self._call("create", "", lambda: self._fs.makedirs(self._base, exist_ok=True))
+
+    def remove(self, name: str) -> None:
+        """See :class:`~air_lightning.volumes.base.Storage`."""
+        with contextlib.suppress(FileNotFoundError):
+            self._call("remove", name, lambda: self._fs.rm_file(self._path(name)))
+
+    def remove_tree(self, name: str = "") -> None:
+        """See :class:`~air_lightning.volumes.base.Storage`."""
+        with contextlib.suppress(FileNotFoundError):
+            self._call("remove", name, lambda: self._fresh().rm(self._path(name), recursive=True))
+
+    def _call(self, operation: str, name: str, action: Callable[[], _T]) -> _T:
+        return self._retry.call(operation, self._visible(name), action)
+
+    def _visible(self, name: str) -> str:
+        return volume_path.join(self.root, name)
+
+    def _path(self, name: str) -> str:
+        return f"{self._base}/{name}" if name else self._base
+
+    def _fresh(self) -> Any:
+        """The file system without what it remembers of earlier listings."""
+        self._fs.invalidate_cache()
+        return self._fs
+
+    def _info(self, path: str, info: Mapping[str, Any]) -> FileInfo:
+        name = path[len(self._base) :].lstrip("/")
+        return FileInfo(name, int(info.get("size") or 0), _mtime(info))
+
+    def _upload(self, name: str, spool: BinaryIO) -> None:
+        spool.seek(0)
+        with _on_disk(spool) as local:
+            if local is None:
+                self._in_parent(name, "pipe_file", spool.read())
+            else:
+                self._in_parent(name, "put_file", local)
+
+    def _in_parent(self, name: str, method: str, what: Any) -> None:
+        """Write a file, and make its directory first where a store wants one."""
+        path = self._path(name)
+        write = getattr(self._fs, method)
+        arguments = (what, path) if method == "put_file" else (path, what)
+        try:
+            write(*arguments)
+        except FileNotFoundError:
+            self._fs.makedirs(path.rpartition("/")[0], exist_ok=True)
+            write(*arguments)
+
+
+@contextlib.contextmanager
+def _on_disk(spool: Any) -> Iterator[str | None]:
+    """A path to a spool's bytes, or None where they are in memory."""
+    if not spool._rolled:
+        yield None
+        return
+    spool.flush()
+    yield f"/proc/self/fd/{spool.fileno()}"
+
+
+def _open_fs(root: str, options: Mapping[str, Any]) -> Any:
+    protocol = root.partition("://")[0]
+    try:
+        return fsspec.filesystem(protocol, skip_instance_cache=True, **options)
+    except ImportError as error:
+        raise InvalidPathError(
+            f"{root} needs a package that is not installed ({error}). Install it, as "
+            "pip install s3fs (for s3://), gcsfs (gs://) or adlfs (abfs://)."
+        ) from error
+    except ValueError as error:
+        raise InvalidPathError(
+            f"{root} was given, and fsspec refuses {protocol}:// ({error}). Check the scheme and "
+            "storage_options, or install the package that provides it."
+        ) from error
+    except OSError as error:
+        raise StorageError(f"Could not open {root}: {error}. Check storage_options.") from error
+
+
+def _is_hidden(name: str) -> bool:
+    """Whether a segment starts with a dot; thus no name with '..' leaves this module either."""
+    return not name or any(segment.startswith(".") for segment in name.split("/"))
+
+
+def _mtime(info: Mapping[str, Any]) -> float:
+    when = next((info[key] for key in _MTIME_KEYS if info.get(key) is not None), 0.0)
+    if isinstance(when, datetime):
+        return when.timestamp()
+    if isinstance(when, str):
+        with contextlib.suppress(ValueError):
+            return datetime.fromisoformat(when.replace("Z", "+00:00")).timestamp()
+        return 0.0
+    return float(when)

@@ -1,0 +1,159 @@
+"""Transient errors: recognised by type and number, retried with back-off, bounded in time, logged.
+
+The one place where foreign errors become ours. Three stay what they are, because callers act on
+them: FileNotFoundError, a full disk (ENOSPC, EDQUOT), and errors that are ours already.
+"""
+
+import errno
+import logging
+import random
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+from air_lightning.errors import AirError, StorageError
+from air_lightning.volumes.base import FULL_DISK
+
+_logger = logging.getLogger("air_lightning")
+_T = TypeVar("_T")
+
+_TRANSIENT_NUMBERS = frozenset(
+    {
+        errno.EIO,
+        errno.ESTALE,
+        errno.ETIMEDOUT,
+        errno.ENOTCONN,
+        errno.EAGAIN,
+        errno.EBUSY,  # s3fs translates SlowDown to it
+        errno.ECONNRESET,
+        errno.ECONNABORTED,
+        errno.ECONNREFUSED,
+        errno.ENETUNREACH,
+        errno.EHOSTUNREACH,
+        errno.EREMOTEIO,
+    }
+)
+_TRANSIENT_STATUS = frozenset({408, 429, 500, 502, 503, 504})
+_THROTTLING_CODES = frozenset(
+    {"SlowDown", "Throttling", "ThrottlingException", "RequestLimitExceeded", "RequestTimeout"}
+)
+_REMEDIES = {
+    errno.EACCES: "Check the permissions of this user on it.",
+    errno.EPERM: "Check the permissions of this user on it.",
+    errno.EROFS: "It is read-only here; use a place that can be written.",
+    errno.ENOTDIR: "A part of the path is a file where a directory is wanted.",
+    errno.EISDIR: "It is a directory where a file is wanted.",
+    errno.ENAMETOOLONG: "Use a shorter name.",
+}
+
+
+@dataclass(frozen=True)
+class Retry:
+    """How long to try: delays double from ``first_delay_s`` to ``max_delay_s``, with jitter.
+
+    Attributes:
+        budget_s: Seconds from the first failure after which the error is final.
+        first_delay_s: Upper bound of the first delay.
+        max_delay_s: Upper bound of any delay.
+    """
+
+    budget_s: float = 60.0
+    first_delay_s: float = 0.1
+    max_delay_s: float = 8.0
+
+    def call(self, operation: str, path: str, action: Callable[[], _T]) -> _T:
+        """Call ``action`` until it succeeds, fails for good, or the time is up.
+
+        Args:
+            operation: A verb for messages, as "read".
+            path: What it is done to, as users see it.
+            action: What to do; it must be safe to repeat.
+
+        Raises:
+            StorageError: It failed; chained to the last error.
+            FileNotFoundError: There is no such file.
+            OSError: The disk is full (ENOSPC, EDQUOT).
+        """
+        failed_at: list[float] = []
+        while True:
+            try:
+                return action()
+            except Exception as error:  # noqa: BLE001 - of any client; sorted out below
+                failed_at.append(time.monotonic())
+                delay = self._delay_after(operation, path, error, failed_at)
+            time.sleep(delay)
+
+    def _delay_after(
+        self, operation: str, path: str, error: Exception, failed_at: list[float]
+    ) -> float:
+        """Seconds until the next attempt; raises where there is none."""
+        if is_kept(error):
+            raise error
+        if not is_transient(error):
+            raise translate(operation, path, error) from error
+        attempts, elapsed = len(failed_at), failed_at[-1] - failed_at[0]
+        bound = min(self.max_delay_s, self.first_delay_s * 2.0 ** min(attempts - 1, 30))
+        # Without jitter, ranks that were refused together come back together.
+        delay = bound * random.uniform(0.5, 1.0)  # noqa: S311 - spreads load, guards nothing
+        if elapsed + delay > self.budget_s:
+            raise _exhausted(operation, path, error, attempts, elapsed) from error
+        _logger.warning(
+            "Could not %s %s (attempt %d: %s); trying again in %.1f s",
+            *(operation, path, attempts, _text(error), delay),
+        )
+        return delay
+
+
+def is_transient(error: BaseException | None) -> bool:
+    """Whether the same call may well succeed a moment later."""
+    if error is None or isinstance(error, AirError | FileNotFoundError | PermissionError):
+        return False
+    if isinstance(error, TimeoutError | ConnectionError):
+        return True
+    if isinstance(error, OSError) and error.errno in _TRANSIENT_NUMBERS:
+        return True
+    return _is_throttling(error) or is_transient(error.__cause__)
+
+
+def is_kept(error: Exception) -> bool:
+    """Whether callers want this error as it is."""
+    if isinstance(error, AirError | FileNotFoundError):
+        return True
+    return isinstance(error, OSError) and error.errno in FULL_DISK
+
+
+def translate(operation: str, path: str, error: Exception) -> StorageError:
+    """The error of ours for a failure that no retry can cure; raise it ``from error``."""
+    number = getattr(error, "errno", None)
+    remedy = _REMEDIES.get(number or 0, "See the error that it was raised from.")
+    ours = StorageError(f"Could not {operation} {path}: {_text(error)}. {remedy}")
+    ours.errno = number
+    return ours
+
+
+def _exhausted(
+    operation: str, path: str, error: Exception, attempts: int, seconds: float
+) -> StorageError:
+    ours = StorageError(
+        f"Could not {operation} {path}: {_text(error)}, still so after {attempts} attempts in "
+        f"{seconds:.0f} s. Check that the storage answers (is the mount alive, the network up, "
+        "the account throttled?), then run again."
+    )
+    ours.errno = getattr(error, "errno", None)
+    return ours
+
+
+def _is_throttling(error: BaseException) -> bool:
+    """Recognise botocore's ClientError, and the HTTP errors of aiohttp, gcsfs and adlfs."""
+    response = getattr(error, "response", None)
+    if isinstance(response, dict):
+        code = response.get("Error", {}).get("Code")
+        status = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
+        return code in _THROTTLING_CODES or status in _TRANSIENT_STATUS
+    named = (getattr(error, name, None) for name in ("status", "status_code", "code"))
+    return any(isinstance(status, int) and status in _TRANSIENT_STATUS for status in named)
+
+
+def _text(error: Exception) -> str:
+    return f"{type(error).__name__}: {getattr(error, 'strerror', None) or error}"

@@ -1,0 +1,93 @@
+"""What all tests share: a volume to work on, and the police that catches what a test leaves behind.
+
+The police checks every test: environment, threads and torch's process group are as they were.
+"""
+
+import os
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+_GRACE_S = 5.0  # threads that were told to end may take a moment
+# Threads that libraries keep for the life of the process, by name.
+_LASTING = ("fsspecIO", "MLflow", "mlflow", "asyncio", "Tqdm", "tqdm", "pymp", "QueueFeeder", "moto")
+
+
+class Volume:
+    """A volume on local disk.
+
+    Attributes:
+        path: Its path as users write it.
+        directory: Where it lies.
+    """
+
+    path = "/Volumes/main/default/data"
+
+    def __init__(self, root: Path) -> None:
+        self.directory = root / "main" / "default" / "data"
+        self.directory.mkdir(parents=True)
+
+    def write(self, count: int, *, size: int = 8, folders: int = 3) -> list[str]:
+        """Write ``count`` files, ``<folder>/<number>.txt``, each beginning with its number.
+
+        Returns:
+            Their relative paths, sorted.
+        """
+        names = [f"part{number % folders}/{number:04}.txt" for number in range(count)]
+        for name in names:
+            self.put(name, Path(name).stem.encode().ljust(size, b"."))
+        return sorted(names)
+
+    def put(self, name: str, data: bytes) -> Path:
+        """Write one file."""
+        path = self.directory / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(data)
+        return path
+
+
+@pytest.fixture
+def volume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Volume:
+    """An empty volume, ``AIR_VOLUMES_ROOT`` standing in for ``/Volumes``."""
+    root = tmp_path / "volumes"
+    monkeypatch.setenv("AIR_VOLUMES_ROOT", str(root))
+    return Volume(root)
+
+
+@pytest.fixture(autouse=True)
+def leak_police() -> Iterator[None]:
+    """A test that leaves threads, environment or a process group behind fails."""
+    environment = dict(os.environ)
+    threads = set(threading.enumerate())
+    yield
+    # pytest sets this one itself, to name the phase a test is in.
+    changed = {
+        name
+        for name in environment.keys() | os.environ.keys()
+        if environment.get(name) != os.environ.get(name) and name != "PYTEST_CURRENT_TEST"
+    }
+    for name in changed:
+        os.environ.pop(name)
+        if name in environment:
+            os.environ[name] = environment[name]
+    assert not changed, f"environment variables left changed: {sorted(changed)}"
+    _check_threads(threads)
+
+
+def _check_threads(before: set[threading.Thread]) -> None:
+    deadline = time.monotonic() + _GRACE_S
+    while True:
+        left = [
+            thread
+            for thread in set(threading.enumerate()) - before
+            if not any(name in thread.name for name in _LASTING)
+        ]
+        if not left:
+            return
+        if time.monotonic() > deadline:
+            pytest.fail(f"threads left running: {[thread.name for thread in left]}")
+        for thread in left:
+            thread.join(0.05)

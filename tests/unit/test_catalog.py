@@ -1,0 +1,380 @@
+"""Which checkpoint is newest, which is whole, and which may go."""
+
+import json
+import logging
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from air_lightning.checkpoint.catalog import (
+    CheckpointRecord,
+    find_latest_valid,
+    list_checkpoints,
+    prune_checkpoints,
+    remove_checkpoint,
+    verify_checkpoint,
+)
+from air_lightning.checkpoint.dcp import UCVolumeWriter
+from air_lightning.checkpoint.manifest import MANIFEST, METADATA, Manifest, step_in_name
+from air_lightning.errors import (
+    AirError,
+    CheckpointError,
+    CorruptCheckpointError,
+    InvalidArgumentError,
+    InvalidPathError,
+    StorageError,
+)
+
+pytestmark = [
+    pytest.mark.timeout(60),
+    pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
+]
+
+
+def make(root: Path | str, name: str, *, step: int | None = None, time: float | None = None) -> str:
+    """A checkpoint of a few tensors; ``time`` is when it was published."""
+    path = f"{root}/{name}"
+    value = {"w": torch.ones(50), "b": torch.ones(7), "lr": 0.1}
+    dcp.save(value, storage_writer=UCVolumeWriter(path, global_step=step))
+    if time is not None:
+        manifest = Path(path, MANIFEST)
+        document = json.loads(manifest.read_bytes())
+        document["time"] = f"2026-01-01T00:00:{time:09.6f}+00:00"
+        manifest.write_text(json.dumps(document))
+    return path
+
+
+def make_plain(root: Path, name: str) -> str:
+    """A checkpoint by torch's own writer: no manifest."""
+    dcp.save({"w": torch.ones(50)}, storage_writer=dcp.FileSystemWriter(root / name))
+    return f"{root}/{name}"
+
+
+def named(records: list[CheckpointRecord]) -> list[str]:
+    """Directory names, in order."""
+    return [record.path.rpartition("/")[2] for record in records]
+
+
+def test_recorded_step_beats_the_number_in_the_name_and_the_time(tmp_path: Path) -> None:
+    """The highest recorded global step is newest, whatever names and times say."""
+    make(tmp_path, "step_900", step=3)
+    newest = make(tmp_path, "a", step=20)
+    make(tmp_path, "step_10", step=10)
+    assert find_latest_valid(tmp_path) == newest
+    assert named(list_checkpoints(tmp_path)) == ["a", "step_10", "step_900"]
+
+
+@pytest.mark.parametrize(
+    ("name", "step"),
+    [
+        ("step_1000", 1000),
+        ("step-7", 7),
+        ("epoch=1-step=200.ckpt", 200),
+        ("epoch=1-step=200-v2.ckpt", 200),
+        ("epoch=09-loss=0.25-step=12", 12),
+        ("global_step5", 5),
+        ("ckpt_3_17", 17),
+        ("42", 42),
+        ("last", None),
+        ("last-v1.ckpt", None),
+    ],
+)
+def test_steps_in_names(name: str, step: int | None) -> None:
+    """The number after 'step', else the last number, is a directory's step."""
+    assert step_in_name(f"/Volumes/a/b/c1/{name}") == step
+
+
+def test_without_a_recorded_step_the_name_tells(tmp_path: Path) -> None:
+    """Plain DCP users get the highest number in the name, numerically."""
+    make(tmp_path, "step_9")
+    newest = make(tmp_path, "step_10")
+    make_plain(tmp_path, "step_8")
+    make(tmp_path, "best")
+    assert find_latest_valid(tmp_path) == newest
+    assert [r.step for r in list_checkpoints(tmp_path)] == [10, 9, 8, None]
+
+
+def test_ties_go_to_the_later_one(tmp_path: Path) -> None:
+    """Of two checkpoints of one step, the one published later is newest."""
+    make(tmp_path, "z-first", step=5, time=1.0)
+    later = make(tmp_path, "a-second", step=5, time=2.0)
+    assert find_latest_valid(tmp_path) == later
+
+
+def no_marker(path: str) -> None:
+    """Killed before the commit."""
+    os.remove(f"{path}/{METADATA}")
+
+
+def missing_shard(path: str) -> None:
+    """A file was deleted."""
+    os.remove(f"{path}/__0_1.distcp")
+
+
+def short_shard(path: str) -> None:
+    """A file was cut."""
+    os.truncate(f"{path}/__0_0.distcp", 10)
+
+
+def short_marker(path: str) -> None:
+    """The marker was cut."""
+    os.truncate(f"{path}/{METADATA}", 10)
+
+
+def garbage_manifest(path: str) -> None:
+    """The manifest is no JSON."""
+    Path(path, MANIFEST).write_bytes(b"\xff{")
+
+
+def later_manifest(path: str) -> None:
+    """The manifest is of a later format."""
+    Path(path, MANIFEST).write_text('{"format_version": 2}')
+
+
+def manifest_is_a_directory(path: str) -> None:
+    """Reading the manifest fails."""
+    os.remove(f"{path}/{MANIFEST}")
+    os.mkdir(f"{path}/{MANIFEST}")
+
+
+DAMAGES = [
+    (no_marker, "never completed"),
+    (missing_shard, "__0_1.distcp is missing"),
+    (short_shard, "__0_0.distcp has 10 bytes"),
+    (short_marker, ".metadata has 10 bytes"),
+    (garbage_manifest, "no checkpoint manifest"),
+    (later_manifest, "Upgrade"),
+    (manifest_is_a_directory, "cannot be read"),
+]
+
+
+@pytest.mark.parametrize(("damage", "reason"), DAMAGES)
+def test_a_torn_newest_is_passed_over_with_its_reason(
+    tmp_path: Path, damage: Any, reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whatever is wrong with the newest, the one before is found, and one warning says why."""
+    sound, torn = make(tmp_path, "step_1"), make(tmp_path, "step_2")
+    damage(torn)
+    with caplog.at_level(logging.WARNING, "air_lightning"):
+        assert find_latest_valid(tmp_path) == sound
+    warnings = [r.getMessage() for r in caplog.records if r.name == "air_lightning"]
+    assert len(warnings) == 1
+    assert torn in warnings[0]
+    assert reason in warnings[0]
+    records = {record.path: record for record in list_checkpoints(tmp_path)}
+    assert not records[torn].valid
+    assert reason in str(records[torn].reason)
+    assert records[torn].step == 2
+    assert records[sound].valid
+    assert records[sound].reason is None
+    with pytest.raises(CorruptCheckpointError) as caught:
+        verify_checkpoint(torn)
+    assert torn in str(caught.value)
+    assert reason in str(caught.value)
+
+
+@pytest.mark.parametrize("empty", ["marker", "shards"])
+def test_plain_dcp_needs_a_marker_and_a_shard(tmp_path: Path, empty: str) -> None:
+    """Without a manifest, an empty .metadata or no shard at all is not valid."""
+    path = make_plain(tmp_path, "step_1")
+    assert verify_checkpoint(path).valid
+    if empty == "marker":
+        os.truncate(f"{path}/{METADATA}", 0)
+    else:
+        os.remove(f"{path}/__0_0.distcp")
+    assert find_latest_valid(tmp_path) is None
+
+
+def test_deep_verification_finds_a_flipped_bit(tmp_path: Path) -> None:
+    """Sizes alone do not tell of altered contents; deep verification names file and checksums."""
+    path = make(tmp_path, "step_1")
+    shard = Path(path, "__0_0.distcp")
+    data = bytearray(shard.read_bytes())
+    data[-1] ^= 1
+    shard.write_bytes(data)
+    assert verify_checkpoint(path).valid
+    with pytest.raises(CorruptCheckpointError, match=r"__0_0\.distcp has checksum crc32:"):
+        verify_checkpoint(path, deep=True)
+
+
+def test_deep_verification_of_plain_dcp_loads_every_item(tmp_path: Path) -> None:
+    """Without a manifest, deep verification finds a shard that lacks its end."""
+    path = make_plain(tmp_path, "step_1")
+    assert verify_checkpoint(path, deep=True).valid
+    os.truncate(f"{path}/__0_0.distcp", 100)
+    assert verify_checkpoint(path).valid
+    with pytest.raises(CorruptCheckpointError, match=r"__0_0\.distcp ends before w"):
+        verify_checkpoint(path, deep=True)
+
+
+def test_records_tell_what_is_on_disk(tmp_path: Path) -> None:
+    """Size is the bytes on disk, time the moment of the commit, world size that of the save."""
+    path = make(tmp_path, "x", step=4)
+    (record,) = list_checkpoints(tmp_path)
+    assert record == verify_checkpoint(path) == verify_checkpoint(path, deep=True)
+    assert record.size == sum(entry.stat().st_size for entry in os.scandir(path))
+    assert abs(float(record.time or 0) - os.stat(f"{path}/{METADATA}").st_mtime) < 5
+    assert (record.path, record.step, record.world_size) == (path, 4, 1)
+
+
+def test_what_is_no_checkpoint_is_not_listed(tmp_path: Path) -> None:
+    """Files, empty, hidden and foreign directories are no checkpoints, nor is the root itself."""
+    make(tmp_path, "nested/step_1")
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "images").mkdir()
+    (tmp_path / "images" / "1.png").write_bytes(b"x")
+    (tmp_path / "one.ckpt").write_bytes(b"x")
+    make(tmp_path, ".hidden")
+    assert list_checkpoints(tmp_path) == []
+    assert find_latest_valid(tmp_path) is None
+    assert find_latest_valid(tmp_path / "nested" / "step_1") is None
+
+
+def test_a_missing_root_has_no_checkpoints(tmp_path: Path) -> None:
+    """A run that starts fresh asks before its directory exists."""
+    assert find_latest_valid(tmp_path / "missing") is None
+    assert list_checkpoints(tmp_path / "missing") == []
+    assert prune_checkpoints(tmp_path / "missing", keep_last=1) == []
+
+
+def test_bad_roots_and_paths_are_errors_of_ours(tmp_path: Path) -> None:
+    """A root that is a file, no path at all, or no checkpoint each raise a clear error."""
+    (tmp_path / "file").write_bytes(b"x")
+    with pytest.raises(StorageError):
+        list_checkpoints(tmp_path / "file")
+    with pytest.raises(InvalidPathError):
+        find_latest_valid("/Volumes/a/b")
+    for path in (tmp_path, tmp_path / "missing", tmp_path / "file"):
+        with pytest.raises(CheckpointError, match="holds no checkpoint"):
+            verify_checkpoint(path)
+
+
+@pytest.mark.parametrize("kind", ["volume", "memory"])
+def test_every_kind_of_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    """Volume paths and URLs list, verify and prune alike, under the names that users see."""
+    monkeypatch.setenv("AIR_VOLUMES_ROOT", str(tmp_path))
+    root = "/Volumes/a/b/c" if kind == "volume" else f"memory://{tmp_path.name}/root"
+    for step in (1, 2, 3):
+        make(root, f"step_{step}", step=step)
+    assert find_latest_valid(root) == f"{root}/step_3"
+    assert verify_checkpoint(f"{root}/step_2", deep=True).step == 2
+    assert named(prune_checkpoints(root, keep_last=2)) == ["step_1"]
+    assert named(list_checkpoints(root)) == ["step_3", "step_2"]
+
+
+def test_pruning_keeps_the_newest_and_the_multiples(tmp_path: Path) -> None:
+    """keep_last newest and multiples of keep_every stay; a dry run only says what would go."""
+    for step in range(1, 8):
+        make(tmp_path, f"step_{step}", step=step)
+    wanted = ["step_5", "step_4", "step_2", "step_1"]
+    options: dict[str, Any] = {"keep_last": 2, "keep_every": 3}
+    assert named(prune_checkpoints(tmp_path, dry_run=True, **options)) == wanted
+    assert len(list_checkpoints(tmp_path)) == 7
+    assert named(prune_checkpoints(tmp_path, **options)) == wanted
+    assert sorted(os.listdir(tmp_path)) == ["step_3", "step_6", "step_7"]
+
+
+def test_pruning_counts_sound_ones_only(tmp_path: Path) -> None:
+    """Torn checkpoints do not use up keep_last; older ones go, newer ones may be in the writing."""
+    torn = [make(tmp_path, f"step_{step}", step=step) for step in (1, 9)]
+    for path in torn:
+        no_marker(path)
+        for entry in os.scandir(path):
+            os.utime(entry.path, (1, 1))
+    for step in (2, 3):
+        make(tmp_path, f"step_{step}", step=step)
+    assert named(prune_checkpoints(tmp_path, keep_last=1)) == ["step_2", "step_1"]
+    assert sorted(os.listdir(tmp_path)) == ["step_3", "step_9"]
+
+
+def test_a_save_in_progress_is_never_pruned(tmp_path: Path) -> None:
+    """An unfinished directory with later files than the newest sound one's stays."""
+    make(tmp_path, "step_5", step=5)
+    writing = make(tmp_path, "step_2", step=2)
+    no_marker(writing)
+    later = os.stat(tmp_path / "step_5" / METADATA).st_mtime + 10
+    os.utime(f"{writing}/__0_0.distcp", (later, later))
+    assert prune_checkpoints(tmp_path, keep_last=1) == []
+
+
+def test_with_nothing_sound_nothing_is_pruned(tmp_path: Path) -> None:
+    """Where no checkpoint is complete, even damaged ones stay: they are all there is."""
+    for step in (1, 2):
+        short_shard(make(tmp_path, f"step_{step}", step=step))
+    assert prune_checkpoints(tmp_path, keep_last=1) == []
+
+
+@pytest.mark.parametrize("options", [{"keep_last": 0}, {"keep_last": 1, "keep_every": 0}])
+def test_pruning_refuses_to_keep_nothing(tmp_path: Path, options: dict[str, Any]) -> None:
+    """keep_last=0 would delete the newest checkpoint; it is refused with the value."""
+    with pytest.raises(InvalidArgumentError, match="=0 was given"):
+        prune_checkpoints(tmp_path, **options)
+
+
+def test_removing_takes_directories_and_files(tmp_path: Path) -> None:
+    """A directory with all in it, a single file, and what is not there: each is gone after."""
+    path = make(tmp_path, "step_1")
+    (tmp_path / "one.ckpt").write_bytes(b"x")
+    for gone in (path, tmp_path / "one.ckpt", tmp_path / "missing"):
+        remove_checkpoint(gone)
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_removal_cut_short_leaves_no_valid_checkpoint(tmp_path: Path) -> None:
+    """.metadata goes first: where the rest cannot be deleted, nothing valid is left."""
+    path = make(tmp_path, "step_1")
+    hook = (
+        "import os, sys\n"
+        "def stop(event, arguments):\n"
+        "    if event == 'os.remove' and not str(arguments[0]).endswith('.metadata'):\n"
+        "        os._exit(9)\n"
+        "from air_lightning.checkpoint.catalog import remove_checkpoint\n"
+        "sys.addaudithook(stop)\n"
+        f"remove_checkpoint({path!r})\n"
+    )
+    done = subprocess.run([sys.executable, "-c", hook], check=False, timeout=60)
+    assert done.returncode == 9
+    assert sorted(os.listdir(path))[0] == "__0_0.distcp"
+    assert find_latest_valid(tmp_path) is None
+
+
+@pytest.mark.parametrize(
+    "document",
+    [
+        [],
+        {"format_version": 1},
+        {"format_version": 1, "files": {"a": {"size": -1, "checksum": None}}},
+        {"format_version": 1, "files": {"a": {"size": 1, "checksum": 3}}},
+        {"format_version": 1, "files": {}, "global_step": "x"},
+        {"format_version": 1, "files": {}, "time": "yesterday"},
+        {"format_version": 1, "files": {}, "versions": 3},
+    ],
+)
+def test_manifests_of_another_shape_are_refused(document: Any) -> None:
+    """JSON that is no manifest raises CorruptCheckpointError naming the file."""
+    with pytest.raises(CorruptCheckpointError, match="/Volumes/x"):
+        Manifest.from_bytes(json.dumps(document).encode(), "/Volumes/x")
+
+
+def test_a_manifest_survives_its_own_format() -> None:
+    """What to_bytes writes, from_bytes reads back equal."""
+    manifest = Manifest({}, 1, 2, 3, 4.5, {"torch": "2"})
+    assert Manifest.from_bytes(manifest.to_bytes(), "x") == manifest
+
+
+def test_a_directory_that_vanishes_while_looked_at_is_no_error(tmp_path: Path) -> None:
+    """Another process may prune at the same time: what went is not listed, nothing raises."""
+    kept = make(tmp_path, "step_1")
+    gone = make(tmp_path, "step_2")
+    shutil.rmtree(gone)
+    os.symlink(f"{tmp_path}/nowhere", gone)
+    assert find_latest_valid(tmp_path) == kept
+    with pytest.raises(AirError):
+        verify_checkpoint(gone)

@@ -1,0 +1,118 @@
+"""The command line: what it prints, its exit codes, and how little it loads."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from air_lightning.checkpoint.dcp import UCVolumeWriter
+from air_lightning.cli import main
+
+pytestmark = [
+    pytest.mark.timeout(60),
+    pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
+]
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """Three checkpoints, the newest of them without .metadata."""
+    for step in (1, 2, 3):
+        value = {"net": {"w": torch.ones(4, 5)}, "lr": [0.1]}
+        writer = UCVolumeWriter(tmp_path / f"step_{step}", global_step=step, epoch=0)
+        dcp.save(value, storage_writer=writer)
+    os.remove(tmp_path / "step_3" / ".metadata")
+    return tmp_path
+
+
+def test_ls_shows_a_table_and_json(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each checkpoint is one line, newest first; --json gives the records."""
+    assert main(["ls", str(root)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split()[:3] == ["STEP", "TIME", "(UTC)"]
+    assert [line.split()[0] for line in lines[1:]] == ["3", "2", "1"]
+    assert "never completed" in lines[1]
+    assert main(["ls", str(root), "--json"]) == 0
+    records = json.loads(capsys.readouterr().out)
+    assert [(r["step"], r["valid"]) for r in records] == [(3, False), (2, True), (1, True)]
+
+
+def test_latest_prints_the_path_or_exits_with_1(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The path alone goes to stdout, for scripts; none gives exit code 1."""
+    assert main(["latest", str(root)]) == 0
+    assert capsys.readouterr().out == f"{root}/step_2\n"
+    assert main(["latest", str(root / "missing")]) == 1
+    assert capsys.readouterr().out == ""
+    assert main(["latest", str(root / "missing"), "--json"]) == 1
+    assert json.loads(capsys.readouterr().out) == {"path": None}
+
+
+def test_verify_says_sound_or_why_not(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Exit code 0 for a sound checkpoint, 1 with the reason for another; --deep reads it."""
+    assert main(["verify", str(root / "step_2"), "--deep"]) == 0
+    assert "checksums" in capsys.readouterr().out
+    assert main(["verify", str(root / "step_3")]) == 1
+    assert "never completed" in capsys.readouterr().err
+    assert main(["verify", str(root / "step_3"), "--json"]) == 1
+    assert json.loads(capsys.readouterr().out)["valid"] is False
+    assert main(["verify", str(root / "step_2"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["step"] == 2
+
+
+def test_inspect_lists_entries_with_shapes(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Step, world size, and each entry's kind, shape and stored size."""
+    assert main(["inspect", str(root / "step_2")]) == 0
+    out = capsys.readouterr().out
+    assert "step: 2" in out
+    assert "world size: 1" in out
+    assert any(line.split()[:3] == ["net.w", "float32", "4x5"] for line in out.splitlines())
+    assert main(["inspect", str(root / "step_2"), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["tensors"], found["objects"]) == (1, 1)
+    assert found["versions"]["torch"] == torch.__version__
+    assert main(["inspect", str(root / "step_3")]) == 1
+
+
+def test_prune_deletes_unless_dry(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """--dry-run says what would go and leaves it; without, it goes."""
+    assert main(["prune", str(root), "--keep-last", "1", "--dry-run"]) == 0
+    assert "Would delete" in capsys.readouterr().out
+    assert len(os.listdir(root)) == 3
+    assert main(["prune", str(root), "--keep-last", "1", "--json"]) == 0
+    assert [record["step"] for record in json.loads(capsys.readouterr().out)] == [1]
+    assert sorted(os.listdir(root)) == ["step_2", "step_3"]
+    assert main(["prune", str(root), "--keep-last", "1"]) == 0
+    assert "Nothing to delete" in capsys.readouterr().err
+
+
+def test_exit_codes_tell_usage_from_storage(
+    root: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """2: a path or number that cannot be; 3: storage that cannot be reached."""
+    assert main(["ls", "/Volumes/a/b"]) == 2
+    assert main(["prune", str(root), "--keep-last", "0"]) == 2
+    with pytest.raises(SystemExit) as caught:
+        main(["prune", str(root)])
+    assert caught.value.code == 2
+    monkeypatch.setenv("AIR_VOLUMES_ROOT", str(root / "missing"))
+    assert main(["ls", "/Volumes/a/b/c"]) == 3
+    assert "AIR_VOLUMES_ROOT" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", [["ls"], ["latest"], ["prune", "--keep-last=9", "--dry-run"]])
+def test_listing_commands_load_no_torch(root: Path, command: list[str]) -> None:
+    """ls, latest and prune start without torch, lightning and mlflow."""
+    program = (
+        "import sys; from air_lightning.cli import main; code = main(sys.argv[1:]);"
+        "sys.exit(code or 50 * any(m in sys.modules for m in ('torch', 'lightning', 'mlflow')))"
+    )
+    arguments = [sys.executable, "-c", program, command[0], str(root), *command[1:]]
+    done = subprocess.run(arguments, capture_output=True, text=True, timeout=50, check=False)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,753 @@
+"""The loader: defaults, lengths, epochs, states and random draws, with datasets made for it."""
+
+import copy
+import gc
+import json
+import multiprocessing
+import os
+import pickle
+import random
+import signal
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import IterableDataset, TensorDataset, get_worker_info
+from torch.utils.data._utils.pin_memory import pin_memory
+
+from air_lightning.data.loader import DataLoader
+from air_lightning.data.stream import Grid, current_grid
+from air_lightning.data.worker import Delivered, Standing
+from air_lightning.errors import (
+    GridMismatchError,
+    InvalidArgumentError,
+    NotCheckpointableError,
+    StateError,
+)
+
+pytestmark = [
+    pytest.mark.timeout(60),
+    pytest.mark.filterwarnings("ignore:This DataLoader will create"),
+]
+
+
+class Numbers(IterableDataset):
+    """0 to n - 1, item i to slot i mod slots, with everything the loader can use."""
+
+    def __init__(self, n: int, *, draws: bool = False, seed: int = 0) -> None:
+        self.n, self.draws, self.seed = n, draws, seed
+        self.epoch, self.delivered, self._skip = 0, 0, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def slice_length(self, grid: Grid) -> int:
+        return len(range(grid.slot, self.n, grid.slots))
+
+    def file_list_state(self) -> dict[str, Any]:
+        return {"count": self.n, "fingerprint": f"{self.n:x}"}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"delivered": self.delivered}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._skip = state_dict["delivered"]
+
+    def __iter__(self) -> Iterator[Any]:
+        grid = current_grid()
+        self.delivered, self._skip = self._skip, 0
+        for i in range(grid.slot + self.delivered * grid.slots, self.n, grid.slots):
+            self.delivered += 1
+            yield (i, *draw()) if self.draws else 1000 * self.epoch + i
+
+
+def draw() -> tuple[float, float, float]:
+    """One draw of each generator."""
+    return random.random(), float(np.random.rand()), float(torch.rand(()))
+
+
+class Shards(IterableDataset):
+    """The resumable dataset of the training guide: no epochs, no length, no notion of workers."""
+
+    def __init__(self, shards: list[list[int]]) -> None:
+        self.shards, self.shard, self.offset = shards, 0, 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"shard": self.shard, "offset": self.offset}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.shard, self.offset = state_dict["shard"], state_dict["offset"]
+
+    def __iter__(self) -> Iterator[int]:
+        for i in range(self.shard, len(self.shards)):
+            self.shard = i
+            for j, item in enumerate(self.shards[i]):
+                if j < self.offset:
+                    continue
+                self.offset = j + 1
+                yield item
+            self.offset = 0
+
+
+class Plain(IterableDataset):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(5))
+
+
+def listed(items: list[Any]) -> list[Any]:
+    """A collate function of the user's."""
+    return list(items)
+
+
+def loader_of(dataset: Any, **options: Any) -> DataLoader[Any]:
+    """A loader of lists of three, without workers unless asked."""
+    options = {"batch_size": 3, "num_workers": 0, "collate_fn": listed, **options}
+    return DataLoader(dataset, **options)
+
+
+def take(iterator: Iterator[Any], count: int) -> list[Any]:
+    """The next so many."""
+    return [next(iterator) for _ in range(count)]
+
+
+def through_json(state: dict[str, Any]) -> dict[str, Any]:
+    """What a checkpoint gives back."""
+    return json.loads(json.dumps(state))  # type: ignore[no-any-return]
+
+
+# ---- arguments
+
+
+def test_default_number_of_workers_depends_on_whether_there_are_other_ranks(tmp_path):
+    """-1 means 48 workers alone and 6 under torch.distributed; an explicit number wins."""
+    assert DataLoader(Plain()).num_workers == 48
+    assert DataLoader(Plain(), num_workers=3).num_workers == 3
+    store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        assert DataLoader(Plain()).num_workers == 6
+        assert DataLoader(Plain(), num_workers=0).num_workers == 0
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_prefetch_and_persistence_follow_the_workers():
+    """Without workers both are off, with workers four batches are prefetched and workers stay."""
+    alone, served = DataLoader(Plain(), num_workers=0), DataLoader(Plain(), num_workers=2)
+    assert (alone.prefetch_factor, alone.persistent_workers) == (None, False)
+    assert (served.prefetch_factor, served.persistent_workers) == (4, True)
+    insisting = DataLoader(Plain(), num_workers=2, persistent_workers=False, prefetch_factor=None)
+    assert (insisting.prefetch_factor, insisting.persistent_workers) == (4, True)
+
+
+def test_workers_are_forked_unless_something_else_is_asked_for():
+    """No start method asked for means fork, and fork may be named as text or context."""
+    for given_context in (None, "fork", multiprocessing.get_context("fork")):
+        loader = DataLoader(Plain(), num_workers=1, multiprocessing_context=given_context)
+        assert loader.multiprocessing_context.get_start_method() == "fork"
+
+
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+def test_other_start_methods_are_refused(method):
+    """A start method that is not fork is a ValueError, as text, as a context and process-wide."""
+    for wish in (method, multiprocessing.get_context(method)):
+        with pytest.raises(ValueError, match=f"(?s){method}.*forked") as caught:
+            DataLoader(Plain(), num_workers=1, multiprocessing_context=wish)
+        assert isinstance(caught.value, InvalidArgumentError)
+    if method == multiprocessing.get_all_start_methods()[0]:
+        return  # the platform's default (Python 3.14): set or not cannot be told apart
+    before = multiprocessing.get_start_method(allow_none=True)
+    multiprocessing.set_start_method(method, force=True)
+    try:
+        with pytest.raises(InvalidArgumentError, match=method):
+            DataLoader(Plain(), num_workers=1)
+        DataLoader(Plain(), num_workers=0)
+    finally:
+        multiprocessing.set_start_method(before, force=True)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_workers": -2}, "num_workers=-2"),
+        ({"num_workers": 1.5}, "num_workers=1.5"),
+        ({"num_workers": True}, "num_workers=True"),
+        ({"num_workers": 1, "prefetch_factor": 0}, "prefetch_factor=0"),
+        ({"num_workers": 1, "prefetch_factor": "many"}, "prefetch_factor='many'"),
+        ({"num_workers": 1, "multiprocessing_context": "thread"}, "thread"),
+        ({"num_workers": 0, "multiprocessing_context": "fork"}, "num_workers > 0"),
+        ({"num_workers": 0, "batch_size": 0}, "batch_size"),
+        ({"num_workers": 0, "batch_size": None, "drop_last": True}, "drop_last"),
+        ({"num_workers": 0, "timeout": -1}, "timeout"),
+        ({"num_workers": 0, "shuffle": True}, "shuffle"),
+        ({"num_workers": 0, "sampler": [1, 2]}, "sampler"),
+        ({"num_workers": 0, "batch_sampler": [[1], [2]]}, "batch_sampler"),
+    ],
+)
+def test_bad_arguments_are_value_errors_that_name_them(options, message):
+    """An argument out of range is a ValueError whose message has the argument and its value."""
+    with pytest.raises(ValueError, match=message):
+        DataLoader(Plain(), **options)
+
+
+@pytest.mark.parametrize("epoch", [-1, 1.0, "1", None])
+def test_set_epoch_wants_a_count(epoch):
+    """set_epoch refuses what is not a whole number from 0."""
+    with pytest.raises(InvalidArgumentError, match="set_epoch"):
+        loader_of(Numbers(3)).set_epoch(epoch)
+
+
+# ---- a drop-in
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_map_style_datasets_give_what_torchs_loader_gives(workers):
+    """Batches of a shuffled map-style dataset are those of torch's loader with the same seed."""
+    data = TensorDataset(torch.arange(23))
+
+    def batches(cls: Any) -> list[list[int]]:
+        torch.manual_seed(5)
+        stay = workers > 0
+        options = {"shuffle": True, "num_workers": workers, "persistent_workers": stay}
+        loader = cls(data, batch_size=4, **options)
+        return [batch.tolist() for _ in range(2) for (batch,) in loader]
+
+    assert batches(DataLoader) == batches(torch.utils.data.DataLoader)
+    assert len(DataLoader(data, batch_size=4, num_workers=workers)) == 6
+
+
+@pytest.mark.parametrize("options", [{"batch_size": 2}, {"batch_size": None}])
+def test_plain_iterable_datasets_give_what_torchs_loader_gives(options):
+    """An iterable dataset without a state gives torch's batches and has no length."""
+    ours = DataLoader(Plain(), num_workers=0, **options)
+    theirs = torch.utils.data.DataLoader(Plain(), **options)
+    assert [torch.as_tensor(b).tolist() for b in ours] == [
+        torch.as_tensor(b).tolist() for b in theirs
+    ]
+    with pytest.raises(TypeError):
+        len(ours)
+
+
+@pytest.mark.parametrize("dataset", [Plain(), TensorDataset(torch.arange(3))])
+def test_no_state_of_a_dataset_that_has_none(dataset):
+    """state_dict and load_state_dict raise a TypeError that names the dataset's class."""
+    loader = DataLoader(dataset, num_workers=0)
+    for call in (loader.state_dict, lambda: loader.load_state_dict({})):
+        with pytest.raises(TypeError, match=type(dataset).__name__) as caught:
+            call()
+        assert isinstance(caught.value, NotCheckpointableError)
+
+
+def test_attributes_stay_the_users():
+    """Iterating leaves dataset, collate_fn and worker_init_fn as they were given."""
+    dataset = Numbers(9)
+    loader = loader_of(dataset, num_workers=1, worker_init_fn=print)
+    list(loader)
+    assert loader.dataset is dataset
+    assert loader.collate_fn is listed
+    assert loader.worker_init_fn is print
+
+
+def test_a_copy_and_a_loader_made_of_the_same_attributes_work():
+    """A copy keeps the position and has its own workers; re-creating wraps nothing twice."""
+    loader = loader_of(Numbers(12), num_workers=2)
+    iterator = iter(loader)
+    first = take(iterator, 2)
+    twin = copy.copy(loader)
+    assert twin.state_dict() == loader.state_dict()
+    assert pickle.loads(pickle.dumps(loader)).state_dict() == loader.state_dict()
+    assert first + list(iterator) == list(twin)
+    again = DataLoader(
+        loader.dataset,
+        batch_size=loader.batch_size,
+        num_workers=loader.num_workers,
+        collate_fn=loader.collate_fn,
+        prefetch_factor=loader.prefetch_factor,
+        persistent_workers=loader.persistent_workers,
+        multiprocessing_context=loader.multiprocessing_context,
+        worker_init_fn=loader.worker_init_fn,
+    )
+    assert [[i % 1000 for i in b] for b in again] == [[i % 1000 for i in b] for b in twin]
+
+
+def test_lightning_re_creates_a_loader_without_workers_as_it_was():
+    """Lightning's re-creation from attributes keeps num_workers=0, which is not our default."""
+    data = pytest.importorskip("lightning.fabric.utilities.data")
+    loader = loader_of(Numbers(9))
+    twin = data._update_dataloader(loader, sampler=None)
+    assert isinstance(twin, DataLoader)
+    assert (twin.num_workers, twin.batch_size, twin.collate_fn) == (0, 3, listed)
+    assert list(twin) == list(loader)
+
+
+def test_workers_end_with_the_loader():
+    """Deleting loader and iterator ends the worker processes at once."""
+    loader = loader_of(Numbers(30), num_workers=1)
+    iterator = iter(loader)
+    next(iterator)
+    process = loader._iterator._workers[0]
+    gc.disable()
+    try:
+        del loader, iterator
+        process.join(10)
+        assert not process.is_alive()
+    finally:
+        gc.enable()
+
+
+def test_workers_live_through_epochs():
+    """The same worker processes serve every epoch."""
+    loader = loader_of(Pids(6), num_workers=2)
+    assert len({pid for _ in range(3) for batch in loader for pid in batch}) == 2
+
+
+class Pids(Numbers):
+    def __iter__(self) -> Iterator[int]:
+        return (os.getpid() for _ in super().__iter__())
+
+
+def test_a_killed_worker_is_torchs_error_and_the_next_pass_has_new_workers():
+    """A worker that dies raises torch's RuntimeError, and iter() forks anew."""
+    loader = loader_of(Numbers(600), num_workers=1, prefetch_factor=1)
+    iterator = iter(loader)
+    next(iterator)
+    os.kill(loader._iterator._workers[0].pid, signal.SIGKILL)
+    with pytest.raises(RuntimeError, match="worker"):
+        list(iterator)
+    assert sum(len(batch) for batch in loader) == 600
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_worker_init_fn_is_chained_and_sees_the_users_dataset(workers):
+    """The user's worker_init_fn runs in each worker, with the user's dataset in its info."""
+
+    def init(worker: int) -> None:
+        get_worker_info().dataset.n += 100
+
+    loader = loader_of(Numbers(4), num_workers=workers, worker_init_fn=init, batch_size=1)
+    assert sum(1 for _ in iter(loader)) == (104 if workers else 4)
+
+
+def test_pinning_keeps_the_standing():
+    """Torch's pinning thread pins the batch and hands on where its stream stands."""
+
+    class Batch:
+        pinned = False
+
+        def pin_memory(self) -> "Batch":
+            pinned = Batch()
+            pinned.pinned = True
+            return pinned
+
+    delivered = pin_memory(Delivered(Batch(), 3, Standing(7, {"delivered": 7})))
+    assert isinstance(delivered, Delivered)
+    assert (delivered.batch.pinned, delivered.worker) == (True, 3)
+    assert delivered.standing == Standing(7, {"delivered": 7})
+
+
+def test_an_old_iterator_says_that_its_pass_is_over():
+    """next() on the iterator of an earlier pass raises instead of taking batches of the new one."""
+    loader = loader_of(Numbers(9))
+    old = iter(loader)
+    iter(loader)
+    with pytest.raises(RuntimeError, match="one pass at a time"):
+        next(old)
+
+
+def test_an_iterator_can_be_copied_at_the_price_of_being_empty():
+    """A deep copy of a container with a live iterator works, and its iterator is at its end."""
+    iterator = iter(loader_of(Numbers(9), num_workers=1))
+    assert list(copy.deepcopy({"it": iterator})["it"]) == []
+    assert len(list(iterator)) == 3
+
+
+# ---- length
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    n=st.integers(0, 40),
+    workers=st.integers(0, 4),
+    batch_size=st.one_of(st.none(), st.integers(1, 7)),
+    drop=st.booleans(),
+)
+def test_length_is_the_sum_over_workers(n, workers, batch_size, drop):
+    """len() is the sum over workers of what each delivers, computed without a worker."""
+    drop = drop and batch_size is not None
+    loader = DataLoader(Numbers(n), batch_size=batch_size, drop_last=drop, num_workers=workers)
+    expected = 0
+    for w in range(max(1, workers)):
+        mine = len(range(w, n, max(1, workers)))
+        size = batch_size or 1
+        expected += mine // size if drop else -(-mine // size)
+    assert len(loader) == expected
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_length_is_what_comes_and_nothing_warns(drop_last):
+    """As many batches come as len() said, with workers of unequal shares, and no warning."""
+    loader = loader_of(Numbers(17), num_workers=3, drop_last=drop_last)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warnings.filterwarnings("ignore", message="This DataLoader will create")
+        assert len(list(loader)) == len(loader)
+        iterator = iter(loader)
+        take(iterator, 2)
+        loader.load_state_dict(loader.state_dict())
+        assert len(list(loader)) == len(loader) - 2
+
+
+# ---- epochs
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_finished_pass_is_followed_by_the_next_epoch(workers):
+    """Each finished pass moves on, whether StopIteration was pulled or only len() batches."""
+    loader = loader_of(Numbers(12), num_workers=workers)
+    epochs = [{i // 1000 for batch in loader for i in batch} for _ in range(2)]
+    for _ in range(2):
+        batches = take(iter(loader), len(loader))
+        epochs.append({i // 1000 for batch in batches for i in batch})
+    assert epochs == [{0}, {1}, {2}, {3}]
+    assert loader.epoch == 4
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_an_abandoned_pass_is_followed_by_the_same_epoch(workers):
+    """iter() after a break begins the epoch again, from its first batch."""
+    loader = loader_of(Numbers(12), num_workers=workers)
+    first = take(iter(loader), 2)
+    assert list(loader)[:2] == first
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_set_epoch_decides_the_next_pass(workers):
+    """set_epoch on the loader, or on the dataset, names the epoch of the next pass."""
+    loader = loader_of(Numbers(4), num_workers=workers)
+    loader.set_epoch(7)
+    assert loader.epoch == 7
+    assert {i // 1000 for batch in loader for i in batch} == {7}
+    assert {i // 1000 for batch in loader for i in batch} == {8}
+    loader.dataset.set_epoch(3)
+    assert {i // 1000 for batch in loader for i in batch} == {3}
+    assert {i // 1000 for batch in loader for i in batch} == {4}
+
+
+# ---- state
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    n=st.integers(1, 40),
+    batch_size=st.one_of(st.none(), st.integers(1, 6)),
+    drop=st.booleans(),
+    cuts=st.lists(st.integers(0, 9), max_size=5),
+)
+def test_any_interruptions_change_nothing(n, batch_size, drop, cuts):
+    """However often a run is cut and resumed, its batches and draws are the uninterrupted run's."""
+    drop = drop and batch_size is not None
+    options = {"batch_size": batch_size, "drop_last": drop}
+
+    def fresh() -> DataLoader[Any]:
+        return loader_of(Numbers(n, draws=True), **options)
+
+    endless = stream_of(fresh())
+    if len(fresh()) == 0:
+        return
+    whole = take(endless, sum(cuts) + 3)
+    state, seen = None, []
+    for cut in [*cuts, 3]:
+        loader = fresh()
+        if state is not None:
+            loader.load_state_dict(state)
+        seen += take(stream_of(loader), cut)
+        state = through_json(loader.state_dict())
+    assert seen == whole
+
+
+def stream_of(loader: DataLoader[Any]) -> Iterator[Any]:
+    """Batches of epoch after epoch."""
+    while True:
+        yield from loader
+
+
+@pytest.mark.parametrize("cuts", [(1, 4), (5, 6), (3, 8), (7, 7), (2, 9)])
+@pytest.mark.parametrize("batch_size", [2, None])
+def test_resuming_with_workers_twice_in_an_epoch_goes_on_in_the_same_order(cuts, batch_size):
+    """Order, items and draws after two resumes are the uninterrupted run's, into epoch two."""
+
+    def fresh() -> DataLoader[Any]:
+        return loader_of(Numbers(19, draws=True), num_workers=3, batch_size=batch_size)
+
+    total = 2 * len(fresh()) + 4
+    whole = take(stream_of(fresh()), total)
+    state, seen = None, []
+    for count in (*cuts, total - sum(cuts)):
+        loader = fresh()
+        if state is not None:
+            loader.load_state_dict(state)
+        seen += take(stream_of(loader), count)
+        state = through_json(loader.state_dict())
+    assert seen == whole
+
+
+def test_state_counts_what_next_returned_not_what_was_prefetched():
+    """With many batches prefetched, the state after k batches has exactly their items."""
+    loader = loader_of(Numbers(200), num_workers=2, prefetch_factor=8)
+    iterator = iter(loader)
+    for k in range(1, 6):
+        next(iterator)
+        state = loader.state_dict()
+        assert state["batches"] == k
+        assert sum(worker["delivered"] for worker in state["workers"].values()) == 3 * k
+
+
+def test_state_can_be_asked_as_of_batches_ago():
+    """state_dict(batches_ago=n) is the state that was true n batches earlier, eight at most."""
+    loader = loader_of(Numbers(60))
+    iterator = iter(loader)
+    states = [loader.state_dict()]
+    for _ in range(10):
+        next(iterator)
+        states.append(loader.state_dict())
+    for ago in range(9):
+        assert loader.state_dict(batches_ago=ago) == states[-1 - ago]
+    for wrong in (9, -1, "1"):
+        with pytest.raises(InvalidArgumentError, match="batches_ago"):
+            loader.state_dict(batches_ago=wrong)
+
+
+def test_the_state_outlives_the_iterator():
+    """The state is the loader's: it is the same after the iterator is gone."""
+    loader = loader_of(Numbers(30), num_workers=1)
+    iterator = iter(loader)
+    take(iterator, 3)
+    state = loader.state_dict()
+    del iterator
+    gc.collect()
+    assert loader.state_dict() == state
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_until_the_first_batch_the_state_is_the_loaded_one(workers):
+    """Before next(), also after iter() twice, the state equals what was loaded."""
+    source = loader_of(Numbers(30), num_workers=workers)
+    iterator = iter(source)
+    take(iterator, 3)
+    state = {**source.state_dict(), "written_by": "someone"}
+    rest = list(iterator)
+    loader = loader_of(Numbers(30), num_workers=workers)
+    loader.load_state_dict(state)
+    assert loader.state_dict() == state
+    iter(loader)
+    assert loader.state_dict() == state
+    assert list(loader) == rest
+
+
+@pytest.mark.parametrize("pull_stop", [False, True])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_state_at_the_end_of_an_epoch_begins_the_next_with_every_item(workers, pull_stop):
+    """After the last batch the state is the next epoch's start, StopIteration pulled or not."""
+    loader = loader_of(Numbers(12), num_workers=workers)
+    iterator = iter(loader)
+    take(iterator, len(loader))
+    if pull_stop:
+        assert next(iterator, None) is None
+    state = loader.state_dict()
+    assert (state["epoch"], state["batches"], state["workers"]) == (1, 0, {})
+    resumed = loader_of(Numbers(12), num_workers=workers)
+    resumed.load_state_dict(state)
+    assert sorted(i for batch in resumed for i in batch) == [1000 + i for i in range(12)]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_dataset_without_length_or_epochs_never_gives_an_empty_epoch(workers):
+    """The guide's ResumableShardDataset: a state after the last batch begins a full epoch."""
+    shards = [[0, 1, 2], [3, 4, 5]]
+    loader = loader_of(Shards(shards), num_workers=workers)
+    assert [list(loader) for _ in range(2)] == [[[0, 1, 2], [3, 4, 5]]] * 2
+    iterator = iter(loader)
+    take(iterator, 1)
+    middle = loader.state_dict()
+    take(iterator, 1)
+    end = loader.state_dict()
+    for state, expected in ((middle, [[3, 4, 5]]), (end, [[0, 1, 2], [3, 4, 5]])):
+        resumed = loader_of(Shards(shards), num_workers=workers)
+        resumed.load_state_dict(through_json(state))
+        assert list(resumed) == expected
+        assert list(resumed) == [[0, 1, 2], [3, 4, 5]]
+
+
+def test_loading_into_a_loader_in_use_replaces_its_workers():
+    """load_state_dict in the middle of a pass goes back to the state, with new workers."""
+    loader = loader_of(Numbers(60), num_workers=2)
+    iterator = iter(loader)
+    take(iterator, 2)
+    state = loader.state_dict()
+    expected = take(iterator, 3)
+    old = {worker.pid for worker in loader._iterator._workers}
+    loader.load_state_dict(state)
+    assert take(iter(loader), 3) == expected
+    assert old.isdisjoint(worker.pid for worker in loader._iterator._workers)
+
+
+def test_set_epoch_after_a_load_keeps_the_position_of_that_epoch_only():
+    """set_epoch to the loaded epoch goes on in the middle, to another begins that one."""
+    loader = loader_of(Numbers(12))
+    take(iter(loader), 2)
+    state = loader.state_dict()
+    loader.load_state_dict(state)
+    loader.set_epoch(0)
+    assert len(list(loader)) == 2
+    loader.load_state_dict(state)
+    loader.set_epoch(1)
+    assert sorted(i for batch in loader for i in batch) == [1000 + i for i in range(12)]
+
+
+def test_another_batch_size_warns_and_goes_on_with_the_files_left():
+    """A state of batches of 3 goes on in batches of 4, each item left once, and then epoch 1."""
+    source = loader_of(Numbers(20), num_workers=2)
+    seen = [i for batch in take(iter(source), 3) for i in batch]
+    loader = loader_of(Numbers(20), num_workers=2, batch_size=4)
+    with pytest.warns(UserWarning, match=r"batch_size=3.*batch_size=4"):
+        loader.load_state_dict(source.state_dict())
+    assert sorted(seen + [i for batch in loader for i in batch]) == list(range(20))
+    assert loader.state_dict()["epoch"] == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"version": 2}, StateError, "version 2"),
+        ({"version": None}, StateError, "version None"),
+        ({"world_size": 4}, GridMismatchError, r"(?s)world_size=4.*world_size=1"),
+        ({"num_workers": 5}, GridMismatchError, r"(?s)num_workers=5.*num_workers=0"),
+        ({"rank": 1}, StateError, "rank 1"),
+        ({"files": {"count": 31, "fingerprint": "x"}}, StateError, "31 files then, 30 now"),
+        ({"epoch": -1}, StateError, "-1"),
+        ({"batches": "3"}, StateError, "malformed"),
+        ({"next_worker": 1}, StateError, "malformed"),
+        ({"workers": {"1": {}}}, StateError, "malformed"),
+        ({"workers": None}, StateError, "malformed"),
+        ({"items": {}}, StateError, "malformed"),
+    ],
+)
+def test_a_state_that_does_not_fit_is_refused_and_changes_nothing(change, error, message):
+    """Unknown version, other grid, other rank, other files, nonsense: named, nothing changed."""
+    loader = loader_of(Numbers(30))
+    iterator = iter(loader)
+    take(iterator, 2)
+    state = loader.state_dict()
+    with pytest.raises(error, match=message):
+        loader.load_state_dict({**state, **change})
+    assert loader.state_dict() == state
+    assert len(list(iterator)) == 8
+
+
+@pytest.mark.parametrize("state", [None, [], "state", {}])
+def test_what_is_no_state_is_refused(state):
+    """Something that never was a loader's state is a ValueError."""
+    with pytest.raises(StateError):
+        loader_of(Numbers(3)).load_state_dict(state)
+
+
+def test_version_is_checked_before_the_grid():
+    """A state of an unknown version is refused for that, whatever else is wrong with it."""
+    with pytest.raises(StateError, match="version 9") as caught:
+        loader_of(Numbers(3)).load_state_dict({"version": 9, "world_size": 99})
+    assert not isinstance(caught.value, GridMismatchError)
+
+
+def test_a_state_at_an_epochs_start_takes_a_changed_list():
+    """Files added between epochs are fine: the state at an epoch's start loads."""
+    loader = loader_of(Numbers(6))
+    list(loader)
+    grown = loader_of(Numbers(9))
+    grown.load_state_dict(loader.state_dict())
+    assert sorted(i for batch in grown for i in batch) == [1000 + i for i in range(9)]
+
+
+class Broken(Numbers):
+    def __iter__(self) -> Iterator[Any]:
+        for item in super().__iter__():
+            if item == 7:
+                raise OSError("item 7 is broken")
+            yield item
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_error_of_the_dataset_is_raised_and_does_not_end_the_epoch(workers):
+    """After an error the state is that of the last batch consumed, in the same epoch."""
+    loader = loader_of(Broken(12), num_workers=workers)
+    iterator = iter(loader)
+    take(iterator, 2)
+    state = loader.state_dict()
+    with pytest.raises(OSError, match="item 7"):
+        next(iterator)
+    assert list(iterator) == []
+    assert loader.state_dict() == state
+    assert loader.epoch == 0
+
+
+# ---- random streams
+
+
+def draws_of(loader: DataLoader[Any]) -> list[tuple[float, ...]]:
+    """The draws of one epoch, item by item."""
+    return [item[1:] for batch in loader for item in batch]
+
+
+def test_streams_differ_by_epoch_worker_and_seed(monkeypatch):
+    """No two items of any epoch, worker, seed or global seed have the same draws."""
+    draws = []
+    for seed, pl_seed in ((0, None), (1, None), (0, "5")):
+        if pl_seed is None:
+            monkeypatch.delenv("PL_GLOBAL_SEED", raising=False)
+        else:
+            monkeypatch.setenv("PL_GLOBAL_SEED", pl_seed)
+        loader = loader_of(Numbers(12, draws=True, seed=seed), num_workers=2)
+        draws += draws_of(loader) + draws_of(loader)
+    assert len(set(draws)) == len(draws) == 6 * 12
+
+
+def test_iterating_leaves_the_training_processs_generators_alone():
+    """Without workers and with, iterating draws nothing from the process's own generators."""
+    for workers in (0, 1):
+        random.seed(1), np.random.seed(1), torch.manual_seed(1)
+        before = draw()
+        random.seed(1), np.random.seed(1), torch.manual_seed(1)
+        draws = draws_of(loader_of(Numbers(6, draws=True), num_workers=workers))
+        assert draw() == before
+        assert draws == draws_of(loader_of(Numbers(6, draws=True), num_workers=workers))
+
+
+def test_a_given_generator_draws_the_base_seed():
+    """A generator given by the user is drawn from, as torch's loader does."""
+    generator = torch.Generator().manual_seed(3)
+    before = generator.get_state()
+    list(loader_of(Numbers(3), generator=generator))
+    assert not torch.equal(generator.get_state(), before)
+
+
+def test_lightnings_worker_seeding_can_be_set_on_the_loader(monkeypatch):
+    """The worker_init_fn that Lightning's seed_everything sets is taken, and resume stays exact."""
+    data = pytest.importorskip("lightning.fabric.utilities.data")
+    monkeypatch.setenv("PL_SEED_WORKERS", "1")
+
+    def fresh() -> DataLoader[Any]:
+        loader = loader_of(Numbers(12, draws=True), num_workers=2)
+        data._auto_add_worker_init_fn(loader, rank=0)
+        assert loader.worker_init_fn is not None
+        return loader
+
+    whole = list(fresh())
+    cut = fresh()
+    take(iter(cut), 2)
+    resumed = fresh()
+    resumed.load_state_dict(cut.state_dict())
+    assert list(resumed) == whole[2:]

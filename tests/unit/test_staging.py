@@ -1,0 +1,180 @@
+"""Staging: exact copies, once per storage, in memory that stays flat."""
+
+import gc
+import mmap
+import os
+
+import torch
+
+from air_lightning.checkpoint.planner import SerializedBlob
+from air_lightning.checkpoint.staging import Stager, is_dense
+
+
+def _same(a, b):
+    return a.dtype == b.dtype and a.shape == b.shape and a.tolist() == b.tolist()
+
+
+def _bits(tensor):
+    flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
+    return bytes(flat.view(torch.uint8).tolist()) if flat.numel() else b""
+
+
+VARIED = {
+    "contiguous": torch.randn(3, 4),
+    "transposed": torch.randn(3, 4).t(),
+    "channels_last": torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
+    "strided": torch.randn(10, 10)[::2, ::3],
+    "expanded": torch.randn(1, 4).expand(3, 4),
+    "scalar": torch.tensor(3.5),
+    "empty": torch.empty(0, 7),
+    "bool": torch.tensor([True, False]),
+    "bfloat16": torch.randn(5).bfloat16(),
+    "float8": torch.randn(5).to(torch.float8_e4m3fn),
+    "complex": torch.randn(4, dtype=torch.complex64),
+    "conjugated": torch.randn(4, dtype=torch.complex64).conj(),
+    "parameter": torch.nn.Parameter(torch.randn(3)),
+    "nan": torch.tensor([float("nan"), float("inf"), -0.0]),
+}
+
+
+def test_copies_are_exact_and_independent():
+    """Every dtype and layout is copied bit for bit, and later changes do not reach the copy."""
+    entries = {key: value.clone() if key == "strided" else value for key, value in VARIED.items()}
+    entries["strided"] = VARIED["strided"]
+    expected = {key: _bits(value) for key, value in entries.items()}
+    staged = Stager().stage(entries)
+    assert list(staged) == list(entries)
+    for key, value in staged.items():
+        assert _bits(value) == expected[key], key
+        assert value.dtype == entries[key].dtype
+        assert value.shape == entries[key].shape
+        assert not value.requires_grad
+        if value.numel():
+            assert value.untyped_storage().data_ptr() != entries[key].untyped_storage().data_ptr()
+
+
+def test_memory_format_is_kept():
+    """A dense tensor keeps its strides, so that a resumed channels_last model runs as before."""
+    staged = Stager().stage(VARIED)
+    assert staged["channels_last"].is_contiguous(memory_format=torch.channels_last)
+    assert staged["transposed"].stride() == VARIED["transposed"].stride()
+    assert staged["strided"].is_contiguous()
+
+
+def test_each_copy_is_a_storage_of_its_own():
+    """A writer finds storages of exactly the tensor's size, and need not copy again."""
+    for value in Stager().stage(VARIED).values():
+        assert value.untyped_storage().nbytes() == value.nbytes
+
+
+def test_small_view_copies_only_itself():
+    """A row of a large tensor costs a row."""
+    large = torch.zeros(1000, 1000)
+    stager = Stager()
+    stager.stage({"row": large[0]})
+    assert stager.nbytes < 8192
+
+
+def test_tied_weights_are_copied_once():
+    """Two names of one tensor share one copy; two tensors of equal values do not."""
+    weight = torch.randn(1000)
+    stager = Stager()
+    staged = stager.stage({"a": weight, "b": weight, "c": weight.clone()})
+    assert staged["a"].data_ptr() == staged["b"].data_ptr() != staged["c"].data_ptr()
+    assert stager.nbytes < 3 * weight.nbytes
+
+
+def test_weights_that_are_no_longer_tied_are_told_apart():
+    """Untying without a change of shape gives each its own values at the next save."""
+    weight = torch.randn(10)
+    stager = Stager()
+    stager.stage({"a": weight, "b": weight})
+    other = torch.randn(10)
+    staged = stager.stage({"a": weight, "b": other})
+    assert _same(staged["a"], weight)
+    assert _same(staged["b"], other)
+
+
+def test_buffers_are_reused_over_fifty_saves():
+    """The same memory serves every save of the same state."""
+    stager = Stager()
+    state = {f"p{i}": torch.randn(i + 1, 50) for i in range(20)}
+    first = {key: value.data_ptr() for key, value in stager.stage(state).items()}
+    kept = stager.nbytes
+    for _ in range(50):
+        state["p3"].add_(1)
+        staged = stager.stage(state)
+        assert {key: value.data_ptr() for key, value in staged.items()} == first
+        assert _same(staged["p3"], state["p3"])
+    assert stager.nbytes == kept
+
+
+def test_state_that_grows_and_changes_shape_is_followed():
+    """Entries that appear, vanish, or change shape or dtype between saves are copied right."""
+    stager = Stager()
+    for state in (
+        {"a": torch.randn(3)},
+        {"a": torch.randn(3), "b": torch.randn(400)},
+        {"a": torch.randn(5, 5)},
+        {"b": torch.randn(7).double(), "a": torch.arange(4)},
+    ):
+        staged = stager.stage(state)
+        assert all(_same(staged[key], value) for key, value in state.items())
+        assert staged.keys() == state.keys()
+
+
+def test_large_states_are_copied_by_two_threads(monkeypatch):
+    """A state large enough for the helper is copied whole, across piece boundaries."""
+    monkeypatch.setattr("air_lightning.checkpoint.staging._HELPED", 1 << 20)
+    state = {"a": torch.randint(0, 255, ((9 << 20) + 3,), dtype=torch.uint8), "b": torch.randn(99)}
+    stager = Stager()
+    for _ in range(5):
+        staged = stager.stage(state)
+        assert all(torch.equal(staged[key], value) for key, value in state.items())
+        state["a"].add_(1)
+
+
+def test_prepared_buffers_serve_the_first_stage():
+    """After prepare, staging allocates nothing."""
+    stager = Stager()
+    state = {"a": torch.randn(1000)}
+    stager.prepare(state)
+    kept, slab = stager.nbytes, stager._slab
+    assert torch.equal(stager.stage(state)["a"], state["a"])
+    assert stager.nbytes == kept
+    assert stager._slab is slab
+
+
+def test_forked_child_may_drop_the_buffers():
+    """A loader worker that drops an inherited stager harms none of its own memory."""
+    stager = Stager()
+    staged = stager.stage({"a": torch.ones(8 << 20)})
+    pid = os.fork()
+    if pid == 0:
+        own = [mmap.mmap(-1, 32 << 20) for _ in range(8)]
+        del stager, staged
+        gc.collect()
+        for memory in own:
+            memory[:: 1 << 20] = b"x" * 32
+        os._exit(0 if all(memory[0] == ord("x") for memory in own) else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    assert torch.equal(staged["a"], torch.ones(8 << 20))
+
+
+def test_blobs_pass():
+    """What is no tensor is handed on as it is."""
+    blob = SerializedBlob.of({"a": 1})
+    assert Stager().stage({"x": blob, "n": None}) == {"x": blob, "n": None}
+
+
+def test_no_entries():
+    """Nothing to copy is no error."""
+    assert Stager().stage({}) == {}
+
+
+def test_dense_is_told_from_overlapping_and_gapped():
+    """Permuted blocks are dense; slices and expansions are not."""
+    assert is_dense(torch.empty(2, 3, 4).permute(2, 0, 1))
+    assert is_dense(torch.empty(2, 1, 4).transpose(0, 1))
+    assert not is_dense(torch.empty(4, 4)[:, :2])
+    assert not is_dense(torch.empty(1, 4).expand(3, 4))

@@ -1,0 +1,224 @@
+"""Storage: one behaviour on volumes, file://, local paths and an object store in memory."""
+
+import errno
+import os
+import subprocess
+import uuid
+
+import pytest
+
+from air_lightning.errors import (
+    FileChangedError,
+    FileVanishedError,
+    InvalidPathError,
+    StorageError,
+)
+from air_lightning.volumes.base import Entry, FileInfo
+from air_lightning.volumes.retry import Retry, is_transient
+from air_lightning.volumes.storage import open_storage
+
+
+@pytest.fixture(params=["volume", "file", "local", "memory"])
+def storage(request, tmp_path, monkeypatch):
+    """An empty storage of each kind."""
+    monkeypatch.setenv("AIR_VOLUMES_ROOT", str(tmp_path))
+    root = {
+        "volume": "/Volumes/main/default/data/x",
+        "file": f"file://{tmp_path}/x",
+        "local": f"{tmp_path}/x",
+        "memory": f"memory://{uuid.uuid4().hex}/x",
+    }[request.param]
+    opened = open_storage(root, allow_local=True)
+    opened.make_root()
+    yield opened
+    opened.remove_tree()
+
+
+def test_what_is_written_is_read(storage):
+    """Bytes come back whole, in part, and by a seekable reader."""
+    storage.write_bytes("a/b.bin", bytes(range(100)))
+    assert storage.read_bytes("a/b.bin") == bytes(range(100))
+    assert storage.read_bytes("a/b.bin", 10, 5) == bytes(range(10, 15))
+    assert storage.read_bytes("a/b.bin", 90) == bytes(range(90, 100))
+    assert storage.read_bytes("a/b.bin", 10, 0) == b""
+    with storage.open_read("a/b.bin") as file:
+        file.seek(-3, os.SEEK_END)
+        assert file.read() == bytes([97, 98, 99])
+        file.seek(2)
+        assert file.read(2) == bytes([2, 3])
+        assert file.tell() == 4
+    assert storage.stat("a/b.bin")[:2] == ("a/b.bin", 100)
+    assert storage.exists("a/b.bin")
+    assert storage.exists("a")
+    assert not storage.exists("a/c.bin")
+    assert not storage.exists("a/b.bin/c")
+
+
+def test_a_listing_is_recursive_sorted_by_bytes_and_without_dot_files(storage):
+    """Files come in the byte order of their relative paths; directories list one level."""
+    for name in ["b/2", "b/1", "b-1", "b.txt", "B", "é", "b/.hidden", ".dir/x", "b/c/3"]:
+        storage.write_bytes(name, name.encode())
+    names = [info.name for info in storage.list_files()]
+    assert names == sorted(["b/2", "b/1", "b-1", "b.txt", "B", "é", "b/c/3"], key=os.fsencode)
+    assert [info.size for info in storage.list_files()] == [len(n.encode()) for n in names]
+    assert storage.list_dir("b") == [
+        *(Entry(".hidden", False), Entry("1", False), Entry("2", False), Entry("c", True)),
+    ]
+
+
+def test_what_is_missing_is_a_file_not_found_error(storage):
+    """Reading, stat and listing of a missing name raise FileNotFoundError; removing it is fine."""
+    for ask in (storage.read_bytes, storage.open_read, storage.stat, storage.list_dir):
+        with pytest.raises(FileNotFoundError):
+            ask("missing/name")
+    storage.remove("missing")
+    storage.remove_tree("missing")
+
+
+def test_a_block_that_raises_leaves_no_file(storage):
+    """A file appears at the clean end of its block, or never; not even a temporary one stays."""
+    with storage.open_write("a/x") as file:
+        file.write(b"old")
+    with pytest.raises(KeyError), storage.open_write("a/x") as file:
+        file.write(b"new" * 100_000)
+        raise KeyError("the writer's own")
+    with pytest.raises(KeyError), storage.open_write("a/y"):
+        raise KeyError("the writer's own")
+    assert storage.read_bytes("a/x") == b"old"
+    assert storage.list_dir("a") == [Entry("x", False)]
+
+
+def test_a_large_file_is_written_whole(storage):
+    """More than the buffers hold arrives as it was written."""
+    data = os.urandom(1 << 20)
+    with storage.open_write("large") as file:
+        for _ in range(40):
+            file.write(data)
+    assert storage.stat("large").size == 40 << 20
+    assert storage.read_bytes("large", 39 << 20) == data
+
+
+def test_a_download_is_whole_or_an_error(storage, tmp_path):
+    """The size must be the listed one, and a file that is gone is said to be."""
+    storage.write_bytes("a", b"12345")
+    target = str(tmp_path / "copy")
+    info = storage.stat("a")
+    assert storage.download(info, target) == 5
+    with open(target, "rb") as file:
+        assert file.read() == b"12345"
+    for size in (4, 6):
+        with pytest.raises(FileChangedError, match=f"listed with {size} bytes and 5 came"):
+            storage.download(info._replace(size=size), target)
+    storage.remove("a")
+    with pytest.raises(FileVanishedError, match="/a was listed and is no longer there") as caught:
+        storage.download(info, target)
+    assert isinstance(caught.value.__cause__, FileNotFoundError)
+
+
+def test_a_root_that_is_a_file_is_refused(storage):
+    """Making or listing such a root says that it is a file."""
+    storage.write_bytes("file", b"x")
+    below = open_storage(f"{storage.root}/file", allow_local=True)
+    with pytest.raises(StorageError, match="is a file"):
+        below.make_root()
+    with pytest.raises(StorageError, match="is a file"):
+        below.list_files()
+
+
+def test_links_to_directories_are_followed_but_not_in_circles(tmp_path):
+    """A linked folder's files are listed, a link upwards adds none, a dangling one is left out."""
+    (tmp_path / "root" / "sub").mkdir(parents=True)
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "o.txt").write_text("o")
+    (tmp_path / "root" / "sub" / "s.txt").write_text("s")
+    (tmp_path / "root" / "linked").symlink_to(tmp_path / "other")
+    (tmp_path / "root" / "sub" / "up").symlink_to(tmp_path / "root")
+    (tmp_path / "root" / "dangling").symlink_to(tmp_path / "nowhere")
+    names = [info.name for info in open_storage(f"file://{tmp_path}/root").list_files()]
+    assert names == ["linked/o.txt", "sub/s.txt"]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting needs root")
+def test_a_full_disk_keeps_its_number_and_leaves_nothing(tmp_path):
+    """ENOSPC is an OSError that callers can tell apart, wherever it strikes."""
+    small = tmp_path / "small"
+    small.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(small)], check=True)
+    try:
+        storage = open_storage(f"file://{small}")
+        with pytest.raises(OSError, match="No space") as caught:
+            storage.write_bytes("x", b"x" * (2 << 20))
+        assert caught.value.errno == errno.ENOSPC
+        with pytest.raises(OSError, match="No space") as caught, storage.open_write("y") as file:
+            file.write(b"y" * (2 << 20))
+        assert caught.value.errno == errno.ENOSPC
+        assert storage.list_dir() == []
+    finally:
+        subprocess.run(["umount", "-l", str(small)], check=True)
+
+
+def test_an_unknown_scheme_names_what_to_install():
+    """Neither a typing error nor a missing back end ends in a stack of fsspec's."""
+    with pytest.raises(InvalidPathError, match="nosuch"):
+        open_storage("nosuch://bucket/key")
+
+
+def test_a_forked_child_opens_a_file_system_of_its_own(storage):
+    """Storage that was used before a fork works after it."""
+    storage.write_bytes("a", b"1")
+    pid = os.fork()
+    if pid == 0:
+        os._exit(0 if storage.read_bytes("a") == b"1" and storage.list_files() else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
+def test_errors_that_pass_are_waited_out_and_logged(caplog):
+    """A throttled call succeeds in the end; each wait is a line in the log."""
+    errors = [OSError(errno.EIO, "io"), TimeoutError("slow"), Throttled("SlowDown")]
+
+    def call():
+        if errors:
+            raise errors.pop()
+        return "done"
+
+    assert Retry(first_delay_s=0.001).call("read", "/Volumes/a/b/c/x", call) == "done"
+    assert caplog.text.count("Could not read /Volumes/a/b/c/x") == 3
+
+
+def test_errors_that_stay_are_final_at_once():
+    """What no retry cures is translated without a wait, and says what to do."""
+    calls = []
+
+    def call():
+        calls.append(1)
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    with pytest.raises(StorageError, match=r"Could not write p: .*Check the permissions") as caught:
+        Retry().call("write", "p", call)
+    assert len(calls) == 1
+    assert caught.value.errno == errno.EACCES
+
+
+def test_which_errors_are_transient():
+    """Told by type and number, never by text; also through a chain of causes."""
+    wrapped = RuntimeError("wrapped")
+    wrapped.__cause__ = OSError(errno.ESTALE, "stale")
+    assert is_transient(wrapped)
+    assert is_transient(Throttled("Throttling"))
+    assert not is_transient(Throttled("NoSuchKey"))
+    assert not is_transient(OSError(errno.ENOSPC, "full"))
+    assert not is_transient(ValueError("EIO"))
+    assert not is_transient(FileVanishedError("gone"))
+
+
+class Throttled(Exception):
+    """What botocore raises."""
+
+    def __init__(self, code: str) -> None:
+        super().__init__(code)
+        self.response = {"Error": {"Code": code}, "ResponseMetadata": {"HTTPStatusCode": 400}}
+
+
+def test_file_info_is_plain_data():
+    """A listed file is a tuple of name, size and time."""
+    assert FileInfo("a", 1, 2.0) == ("a", 1, 2.0)

@@ -1,0 +1,155 @@
+"""Timings of data loading: what reaches MLflow, and what a broken MLflow costs."""
+
+import logging
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from air_lightning.data import timing
+from air_lightning.data.loader import DataLoader
+
+pytestmark = pytest.mark.timeout(120)
+
+
+@pytest.fixture
+def mlflow(tmp_path, monkeypatch):
+    """MLflow on a fresh sqlite store."""
+    store = f"sqlite:///{tmp_path / 'mlflow.db'}"
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "2")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", store)  # set_tracking_uri writes it, too
+    mlflow = pytest.importorskip("mlflow")
+    mlflow.set_tracking_uri(store)
+    yield mlflow
+    while mlflow.active_run() is not None:
+        mlflow.end_run()
+    mlflow.set_tracking_uri(None)
+
+
+def history(mlflow, run_id, name):
+    """A metric as the store has it."""
+    return mlflow.MlflowClient().get_metric_history(run_id, name)
+
+
+def waits(*milliseconds, interval_s=timing.INTERVAL_S):
+    """A timer that has seen these waits, one after the other."""
+    timer = timing.WaitTimer(interval_s)
+    clock = 0.0
+    for wait in milliseconds:
+        timer.add(clock, clock + wait / 1000)
+        clock += wait / 1000
+    return timer
+
+
+def test_a_loaders_waits_reach_the_active_run(mlflow):
+    """Each finished pass logs mean, max, sum and count under the rank's name, with its step."""
+    loader = DataLoader(range(10), batch_size=2, num_workers=1)
+    with mlflow.start_run() as run:
+        for _ in range(2):
+            list(loader)
+        assert timing.drain(60)
+        counts = history(mlflow, run.info.run_id, "air/rank0/data_wait_ms_count")
+        assert [(metric.step, metric.value) for metric in counts] == [(5, 5.0), (10, 5.0)]
+        values = {
+            kind: history(mlflow, run.info.run_id, f"air/rank0/data_wait_ms_{kind}")[0].value
+            for kind in ("mean", "max", "sum")
+        }
+    assert 0 < values["mean"] <= values["max"] <= values["sum"]
+    assert values["sum"] == pytest.approx(5 * values["mean"])
+
+
+def test_waits_are_aggregated_between_reports(mlflow):
+    """Within the interval nothing is sent; when it is over, one report covers all batches."""
+    with mlflow.start_run() as run:
+        waits(10, 30, 20, 50, 1, interval_s=0.1)
+        assert timing.drain(60)
+        metrics = mlflow.MlflowClient().get_run(run.info.run_id).data.metrics
+    prefix = "air/rank0/data_wait_ms"
+    assert metrics == {
+        f"{prefix}_mean": pytest.approx(27.5),
+        f"{prefix}_max": pytest.approx(50),
+        f"{prefix}_sum": pytest.approx(110),
+        f"{prefix}_count": 4,
+    }
+
+
+def test_no_run_is_ever_opened(mlflow):
+    """Without an active run nothing is logged, and none is opened."""
+    waits(1, 2).end_pass()
+    timing.drain(60)
+    assert mlflow.active_run() is None
+    assert mlflow.search_runs(search_all_experiments=True, output_format="list") == []
+
+
+def test_a_run_of_another_thread_is_not_ours(mlflow):
+    """The run is that of the thread that trains, as MLflow's own logging would have it."""
+    with mlflow.start_run() as run:
+        thread = threading.Thread(target=lambda: waits(1).end_pass())
+        thread.start()
+        thread.join()
+        timing.drain(60)
+        assert mlflow.MlflowClient().get_run(run.info.run_id).data.metrics == {}
+
+
+def test_a_dead_server_costs_one_warning_and_no_time(mlflow, caplog, monkeypatch):
+    """A tracking server that refuses costs one warning; next() neither waits nor raises."""
+    monkeypatch.setattr(timing, "_current", None)
+    store = mlflow.get_tracking_uri()
+    with mlflow.start_run():
+        mlflow.set_tracking_uri("http://127.0.0.1:9")
+        with caplog.at_level(logging.WARNING, logger="air_lightning"):
+            began = time.perf_counter()
+            for _ in range(3):
+                assert len(list(DataLoader(range(4), num_workers=0))) == 4
+            spent = time.perf_counter() - began
+            assert not timing.drain(60)
+            waits(1).end_pass()
+        mlflow.set_tracking_uri(store)
+    assert spent < 2
+    assert len([r for r in caplog.records if r.name == "air_lightning"]) == 1
+    assert "training goes on" in caplog.text
+
+
+def test_the_sending_thread_starts_after_the_first_workers(mlflow):
+    """No thread of ours runs before the first report, so the first workers fork without one."""
+    script = """
+import threading, mlflow, sys
+from air_lightning.data import timing
+from air_lightning.data.loader import DataLoader
+mlflow.set_tracking_uri(sys.argv[1])
+ours = lambda: [t.name for t in threading.enumerate() if t.name == "air-mlflow-timing"]
+with mlflow.start_run():
+    loader = DataLoader(range(4), num_workers=1)
+    iterator = iter(loader)
+    next(iterator)
+    assert ours() == []
+    list(iterator)
+    assert len(ours()) == 1
+    with timing.sending_paused():
+        assert timing._current.sending.locked()
+    assert timing.drain(60)
+print(mlflow.last_active_run().info.run_id)
+"""
+    run_id = subprocess.run(
+        [sys.executable, "-c", script, mlflow.get_tracking_uri()],
+        check=True,
+        capture_output=True,
+        text=True,
+    ).stdout.split()[-1]
+    assert history(mlflow, run_id, "air/rank0/data_wait_ms_count")[0].value == 4
+
+
+def test_mlflow_is_not_imported_for_those_who_do_not_use_it():
+    """Iterating in a process without MLflow neither imports it nor starts a thread."""
+    script = """
+import sys, threading
+from air_lightning.data.loader import DataLoader
+for _ in range(2):
+    list(DataLoader(range(4), num_workers=0))
+assert not any(name.split(".")[0] == "mlflow" for name in sys.modules)
+assert threading.active_count() == 1
+"""
+    subprocess.run([sys.executable, "-c", script], check=True)
