@@ -162,8 +162,8 @@ def between_saves(start: Start) -> str | None:
     step = start.log.last_step()
     epoch, done = divmod(step, PLAN.steps_per_epoch)
     since_save = step % PLAN.save_every
-    in_the_middle = epoch >= 2 and 5 < done < PLAN.steps_per_epoch - 5
-    if not in_the_middle or not 3 <= since_save <= PLAN.save_every - 2:
+    # In the second half: what it goes on from is then a save of mid-epoch, too.
+    if epoch < 2 or done < PLAN.save_every or not 3 <= since_save <= PLAN.save_every - 2:
         return None
     if not start.published(step - since_save) or start.unpublished():
         return None

@@ -13,7 +13,17 @@ import pytest
 
 _GRACE_S = 5.0  # threads that were told to end may take a moment
 # Threads that libraries keep for the life of the process, by name.
-_LASTING = ("fsspecIO", "MLflow", "mlflow", "asyncio", "Tqdm", "tqdm", "pymp", "QueueFeeder", "moto")
+_LASTING = (
+    "fsspecIO",
+    "MLflow",
+    "mlflow",
+    "asyncio",
+    "Tqdm",
+    "tqdm",
+    "pymp",
+    "QueueFeeder",
+    "moto",
+)
 
 
 class Volume:

@@ -40,7 +40,9 @@ def cache_of(volume, directory, min_free=0):
 
 
 def cached(directory: Path) -> list[str]:
-    return sorted(path.name for path in directory.rglob("*") if path.is_file() and path.name[0] != ".")
+    return sorted(
+        path.name for path in directory.rglob("*") if path.is_file() and path.name[0] != "."
+    )
 
 
 def test_a_file_is_fetched_once_and_keeps_its_relative_path(volume, files, directory):

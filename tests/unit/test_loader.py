@@ -17,6 +17,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from lightning.fabric.utilities import data as fabric_data
 from torch.utils.data import IterableDataset, TensorDataset, get_worker_info
 from torch.utils.data._utils.pin_memory import pin_memory
 
@@ -277,9 +278,8 @@ def test_a_copy_and_a_loader_made_of_the_same_attributes_work():
 
 def test_lightning_re_creates_a_loader_without_workers_as_it_was():
     """Lightning's re-creation from attributes keeps num_workers=0, which is not our default."""
-    data = pytest.importorskip("lightning.fabric.utilities.data")
     loader = loader_of(Numbers(9))
-    twin = data._update_dataloader(loader, sampler=None)
+    twin = fabric_data._update_dataloader(loader, sampler=None)
     assert isinstance(twin, DataLoader)
     assert (twin.num_workers, twin.batch_size, twin.collate_fn) == (0, 3, listed)
     assert list(twin) == list(loader)
@@ -736,12 +736,11 @@ def test_a_given_generator_draws_the_base_seed():
 
 def test_lightnings_worker_seeding_can_be_set_on_the_loader(monkeypatch):
     """The worker_init_fn that Lightning's seed_everything sets is taken, and resume stays exact."""
-    data = pytest.importorskip("lightning.fabric.utilities.data")
     monkeypatch.setenv("PL_SEED_WORKERS", "1")
 
     def fresh() -> DataLoader[Any]:
         loader = loader_of(Numbers(12, draws=True), num_workers=2)
-        data._auto_add_worker_init_fn(loader, rank=0)
+        fabric_data._auto_add_worker_init_fn(loader, rank=0)
         assert loader.worker_init_fn is not None
         return loader
 

@@ -26,7 +26,9 @@ sizes = st.integers(1, 9)
 
 
 def grids(world_size: int, num_workers: int) -> list[Grid]:
-    return [Grid(r, world_size, w, num_workers) for r in range(world_size) for w in range(num_workers)]
+    return [
+        Grid(r, world_size, w, num_workers) for r in range(world_size) for w in range(num_workers)
+    ]
 
 
 @settings(deadline=None, max_examples=150)

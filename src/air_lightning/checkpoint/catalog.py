@@ -78,13 +78,23 @@ def find_latest_valid(root: Path, *, storage_options: dict[str, Any] | None = No
         InvalidPathError: ``root`` is no path.
         StorageError: ``root`` itself cannot be listed.
     """
-    candidates = _candidates(root, storage_options)
-    for candidate in sorted(candidates, key=lambda c: _age(c.record), reverse=True):
-        record = examine(candidate)
-        if record.valid:
-            return record.path
-        _log.warning("Passing over the checkpoint %s: %s.", record.path, record.reason)
-    return None
+    before: dict[str, str | None] = {}
+    while True:
+        # Between listing and looking, a running job may publish a checkpoint and delete the one
+        # before it: neither is then found whole, though one was at every moment. So look again,
+        # until nothing changes.
+        reasons: dict[str, str | None] = {}
+        candidates = _candidates(root, storage_options)
+        for candidate in sorted(candidates, key=lambda c: _age(c.record), reverse=True):
+            record = examine(candidate)
+            if record.valid:
+                return record.path
+            reasons[record.path] = record.reason
+            if record.path not in before:
+                _log.warning("Passing over the checkpoint %s: %s.", record.path, record.reason)
+        if reasons == before:
+            return None
+        before = reasons
 
 
 def verify_checkpoint(

@@ -183,6 +183,11 @@ class AsyncSaver:
         """Whether a save is running in the background."""
         return not self._settled(0.0)
 
+    def settle(self) -> None:
+        """Wait for the save in flight, bounded; its error stays for the next ``wait`` to raise."""
+        if not self._settled(self._timeout_s):
+            _log.error("The save of %s still runs after %g s.", self._target, self._timeout_s)
+
     def close(self) -> None:
         """Wait for the save in flight, bounded, and raise nothing: an error is logged.
 

@@ -133,8 +133,6 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         self.pass_token: object = None
         self._timer = WaitTimer()
 
-    # ---- iterating
-
     @override
     def __iter__(self) -> Any:
         iterator = Pass(self) if self._checkpointable else super().__iter__()
@@ -240,8 +238,6 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             pool._shutdown_workers()
             self._iterator = None
 
-    # ---- what is left of an epoch
-
     def batches_at_end(self, position: Position) -> int | None:
         """``position.batches`` at the end of its epoch; None for a dataset of unknown length."""
         if not hasattr(self.dataset, "slice_length"):
@@ -259,8 +255,6 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             left = (items - (standing.items if standing else 0)) / (self.batch_size or 1)
             batches += math.floor(left) if self.drop_last else math.ceil(left)
         return batches
-
-    # ---- epoch and state
 
     @property
     def epoch(self) -> int:

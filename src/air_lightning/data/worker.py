@@ -174,7 +174,7 @@ class _Stream:
         seed: int,
         standing: Standing | None,
     ) -> None:
-        self._opener = opener
+        self._opener: Callable[[int, Standing | None], Iterator[Any]] | None = opener
         self._worker = worker
         self._epoch = epoch
         self._seed = seed
@@ -187,11 +187,14 @@ class _Stream:
         return self
 
     def __next__(self) -> Any:
-        if self._iterator is None:
+        if self._opener is not None:
             # Here and not in iter(): an exception raised there kills a live worker, without its
             # message, while one raised here reaches the training process.
             self._reseed(_OPENING)
             self._iterator = self._opener(self._epoch, self._standing)
+            # Otherwise a cycle keeps an abandoned pass, its read-ahead included, until collected.
+            self._opener = None
+        assert self._iterator is not None, "opened above"
         if self._batch_begins:
             self._reseed(self._items)
             self._batch_begins = False

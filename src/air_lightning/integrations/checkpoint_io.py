@@ -216,9 +216,9 @@ class AirCheckpointIO(CheckpointIO):
 
     @override
     def teardown(self) -> None:
-        """Wait for the save in flight, bounded; errors stay for ``wait`` and mask none."""
+        """Wait for the save in flight, bounded; its error stays for ``wait`` and masks no other."""
         if self._saver is not None:
-            self._saver.close()
+            self._saver.settle()
 
     def _is_file(self, target: str) -> bool:
         local = volume_path.local_dir(target)
