@@ -1,7 +1,7 @@
 """Real rank processes for tests: forked from the test process, so that torch is imported once.
 
 Every run has a process group of its own. Loader workers are in it too, so one SIGKILL to the group
-is what a pre-empted machine looks like. Each rank finds the environment that torchrun would give.
+is what a preempted machine looks like. Each rank finds the environment that torchrun would give.
 """
 
 import contextlib

@@ -333,6 +333,7 @@ def test_files_that_vanish_or_change_after_listing_are_named(volume):
     (volume.directory / names[4]).unlink()
     with pytest.raises(FileVanishedError, match=f"{volume.path}/{names[4]}"):
         take(dataset, 5)
+    dataset = UCVolumeDataset(volume.path)
     volume.put(names[2], b"short")
     with pytest.raises(FileChangedError, match=f"{volume.path}/{names[2]}.* 8 bytes and 5 came"):
         list(dataset)

@@ -9,6 +9,7 @@ import time
 import pytest
 
 from air_lightning.data import timing
+from air_lightning.data.dataset import UCVolumeDataset
 from air_lightning.data.loader import DataLoader
 
 pytestmark = pytest.mark.timeout(120)
@@ -118,6 +119,7 @@ def test_the_sending_thread_starts_after_the_first_workers(mlflow):
     script = """
 import threading, mlflow, sys
 from air_lightning.data import timing
+from air_lightning.data.dataset import UCVolumeDataset
 from air_lightning.data.loader import DataLoader
 mlflow.set_tracking_uri(sys.argv[1])
 ours = lambda: [t.name for t in threading.enumerate() if t.name == "air-mlflow-timing"]
@@ -146,6 +148,7 @@ def test_mlflow_is_not_imported_for_those_who_do_not_use_it():
     """Iterating in a process without MLflow neither imports it nor starts a thread."""
     script = """
 import sys, threading
+from air_lightning.data.dataset import UCVolumeDataset
 from air_lightning.data.loader import DataLoader
 for _ in range(2):
     list(DataLoader(range(4), num_workers=0))
@@ -153,3 +156,16 @@ assert not any(name.split(".")[0] == "mlflow" for name in sys.modules)
 assert threading.active_count() == 1
 """
     subprocess.run([sys.executable, "-c", script], check=True)
+
+
+def test_a_pass_that_stops_at_the_loaders_length_reports(mlflow, volume):
+    """A loop that takes len(loader) batches and no StopIteration, as Lightning's, reports too."""
+    volume.write(6)
+    loader = DataLoader(UCVolumeDataset(volume.path), batch_size=2, num_workers=0)
+    with mlflow.start_run() as run:
+        batches = iter(loader)
+        for _ in range(len(loader)):
+            next(batches)
+        assert timing.drain(60)
+        (count,) = history(mlflow, run.info.run_id, "air/rank0/data_wait_ms_count")
+    assert count.value == 3

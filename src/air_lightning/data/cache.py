@@ -175,11 +175,11 @@ def lease_if_whole(place: str, size: int) -> Lease | None:
 
 def _publish(part: str, place: str) -> None:
     while True:
-        os.makedirs(os.path.dirname(place), exist_ok=True)
         try:
+            os.makedirs(os.path.dirname(place), exist_ok=True)
             os.replace(part, place)
         except FileNotFoundError:
-            # An evictor removed the directory between the two calls, or else the part is gone.
+            # An evictor removed the still empty directory, or else the part is gone.
             if not os.path.exists(part):
                 raise
         else:

@@ -49,6 +49,11 @@ class Pass:
         self._consume(delivered)
         return delivered.batch
 
+    @property
+    def at_end(self) -> bool:
+        """Whether the batch delivered last was the epoch's last; False where that is unknown."""
+        return self._position.batches == self._last
+
     def _check_current(self) -> None:
         if self._loader.pass_token is not self._token:
             raise RuntimeError(
@@ -81,7 +86,7 @@ class Pass:
         streams = max(1, self._loader.num_workers)
         self._position = self._position.after(delivered.worker, delivered.standing, streams=streams)
         self._loader.record(self._position)
-        if self._position.batches == self._last:
+        if self.at_end:
             self._loader.record_end()
 
     def _end(self) -> None:
@@ -108,6 +113,9 @@ class TimedIterator:
             self._timer.end_pass()
             raise
         self._timer.add(began, time.perf_counter())
+        if getattr(self._iterator, "at_end", False):
+            # Lightning stops at the loader's length, and never pulls the StopIteration after it.
+            self._timer.end_pass()
         return batch
 
     def __reduce__(self) -> tuple[Any, ...]:

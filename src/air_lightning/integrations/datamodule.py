@@ -4,6 +4,7 @@ Everything that Lightning asks of a data module is answered from four paths and 
 a subclass overrides ``decode`` or one of the ``*_dataset`` methods and keeps the rest.
 """
 
+import warnings
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -165,6 +166,9 @@ class AirDataModule(LightningDataModule):
         return self._loader(self.predict_dataset())
 
     def _loader(self, dataset: Any, *, drop_last: bool = False) -> Any:
+        # Lightning warns of any IterableDataset with a length, since a worker may not know its
+        # part of it. Ours do: the loader's length is exact.
+        warnings.filterwarnings("ignore", "Your `IterableDataset` has `__len__` defined")
         return DataLoader(
             dataset, batch_size=self.batch_size, drop_last=drop_last, **self._loader_options
         )
