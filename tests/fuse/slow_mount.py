@@ -15,6 +15,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 
@@ -119,105 +120,107 @@ def _write_plan(control: str, plan: dict) -> None:
     os.replace(f"{control}/plan.new", f"{control}/plan")
 
 
-def _serve(source: str, control: str) -> None:
-    import threading
+class PassThrough:
+    """The operations of the mount; what it does not define, libfuse answers with ENOSYS."""
 
+    def __init__(self, source: str, control: str) -> None:
+        self._source = source
+        self._control = control
+        self._lock = threading.Lock()
+        self._stamp = None
+        self._plan = {}
+        self._used = {}
+        self._calls = open(f"{self._control}/calls", "a", buffering=1)  # noqa: SIM115 - for good
+
+    def _meet(self, operation: str, path: str) -> str:
+        """Be slow, fail, or give the path beneath."""
+        with self._lock:
+            self._calls.write(f"{operation} {path}\n")
+            status = os.stat(f"{self._control}/plan")
+            stamp = (status.st_mtime_ns, status.st_ino)
+            if stamp != self._stamp:
+                self._plan, self._stamp = _read_plan(self._control), stamp
+                self._used = {}
+            fault = self._fault(operation, path)
+        time.sleep(self._plan["delays"].get(operation, 0.0))
+        if fault is not None:
+            raise OSError(fault, os.strerror(fault))
+        return self._source + path
+
+    def _fault(self, operation: str, path: str):
+        for number, fault in enumerate(self._plan["faults"]):
+            used = self._used.get(number, 0)
+            left = fault["times"] < 0 or used < fault["times"]
+            if left and fault["operation"] == operation and fault["name"] in path:
+                self._used[number] = used + 1
+                return fault["errno"]
+        return None
+
+    def getattr(self, path, fh=None):
+        status = os.lstat(self._meet("getattr", path))
+        return {key: getattr(status, key) for key in _STAT_KEYS}
+
+    def readdir(self, path, fh):
+        return [".", "..", *os.listdir(self._meet("readdir", path))]
+
+    def open(self, path, flags):
+        return os.open(self._meet("open", path), flags)
+
+    def create(self, path, mode, fi=None):
+        return os.open(self._meet("create", path), os.O_RDWR | os.O_CREAT, mode)
+
+    def read(self, path, size, offset, fh):
+        self._meet("read", path)
+        return os.pread(fh, size, offset)
+
+    def write(self, path, data, offset, fh):
+        self._meet("write", path)
+        if offset != os.fstat(fh).st_size:
+            raise OSError(errno.EINVAL, "not at the end")  # a volume is written front to back
+        return os.pwrite(fh, data, offset)
+
+    def truncate(self, path, length, fh=None):
+        os.truncate(self._meet("truncate", path), length)
+        return 0
+
+    def flush(self, path, fh):
+        self._meet("flush", path)
+        return 0
+
+    def fsync(self, path, datasync, fh):
+        self._meet("fsync", path)
+        return 0
+
+    def release(self, path, fh):
+        os.close(fh)
+        return 0
+
+    def rename(self, old, new):
+        os.rename(self._meet("rename", old), self._source + new)
+        return 0
+
+    def unlink(self, path):
+        os.unlink(self._meet("unlink", path))
+        return 0
+
+    def mkdir(self, path, mode):
+        os.mkdir(self._meet("mkdir", path), mode)
+        return 0
+
+    def rmdir(self, path):
+        os.rmdir(self._meet("rmdir", path))
+        return 0
+
+    def statfs(self, path):
+        status = os.statvfs(self._source)
+        return {key: getattr(status, key) for key in _STATFS_KEYS}
+
+
+def _serve(source: str, control: str) -> None:
     import mfusepy
 
-    class PassThrough(mfusepy.Operations):
-        def __init__(self) -> None:
-            self._lock = threading.Lock()
-            self._stamp = None
-            self._plan = {}
-            self._used = {}
-            self._calls = open(f"{control}/calls", "a", buffering=1)  # noqa: SIM115 - for good
-
-        def _meet(self, operation: str, path: str) -> str:
-            """Be slow, fail, or give the path beneath."""
-            with self._lock:
-                self._calls.write(f"{operation} {path}\n")
-                status = os.stat(f"{control}/plan")
-                stamp = (status.st_mtime_ns, status.st_ino)
-                if stamp != self._stamp:
-                    self._plan, self._stamp = _read_plan(control), stamp
-                    self._used = {}
-                fault = self._fault(operation, path)
-            time.sleep(self._plan["delays"].get(operation, 0.0))
-            if fault is not None:
-                raise mfusepy.FuseOSError(fault)
-            return source + path
-
-        def _fault(self, operation: str, path: str):
-            for number, fault in enumerate(self._plan["faults"]):
-                used = self._used.get(number, 0)
-                left = fault["times"] < 0 or used < fault["times"]
-                if left and fault["operation"] == operation and fault["name"] in path:
-                    self._used[number] = used + 1
-                    return fault["errno"]
-            return None
-
-        def getattr(self, path, fh=None):
-            status = os.lstat(self._meet("getattr", path))
-            return {key: getattr(status, key) for key in _STAT_KEYS}
-
-        def readdir(self, path, fh):
-            return [".", "..", *os.listdir(self._meet("readdir", path))]
-
-        def open(self, path, flags):
-            return os.open(self._meet("open", path), flags)
-
-        def create(self, path, mode, fi=None):
-            return os.open(self._meet("create", path), os.O_RDWR | os.O_CREAT, mode)
-
-        def read(self, path, size, offset, fh):
-            self._meet("read", path)
-            return os.pread(fh, size, offset)
-
-        def write(self, path, data, offset, fh):
-            self._meet("write", path)
-            if offset != os.fstat(fh).st_size:
-                raise mfusepy.FuseOSError(errno.EINVAL)  # a volume is written front to back
-            return os.pwrite(fh, data, offset)
-
-        def truncate(self, path, length, fh=None):
-            os.truncate(self._meet("truncate", path), length)
-            return 0
-
-        def flush(self, path, fh):
-            self._meet("flush", path)
-            return 0
-
-        def fsync(self, path, datasync, fh):
-            self._meet("fsync", path)
-            return 0
-
-        def release(self, path, fh):
-            os.close(fh)
-            return 0
-
-        def rename(self, old, new):
-            os.rename(self._meet("rename", old), source + new)
-            return 0
-
-        def unlink(self, path):
-            os.unlink(self._meet("unlink", path))
-            return 0
-
-        def mkdir(self, path, mode):
-            os.mkdir(self._meet("mkdir", path), mode)
-            return 0
-
-        def rmdir(self, path):
-            os.rmdir(self._meet("rmdir", path))
-            return 0
-
-        def statfs(self, path):
-            status = os.statvfs(source)
-            return {key: getattr(status, key) for key in _STATFS_KEYS}
-
-    mfusepy.FUSE(
-        PassThrough(), f"{control}/mount", foreground=True, nothreads=False, attr_timeout=0
-    )
+    operations = type("Operations", (PassThrough, mfusepy.Operations), {})(source, control)
+    mfusepy.FUSE(operations, f"{control}/mount", foreground=True, nothreads=False, attr_timeout=0)
 
 
 _STAT_KEYS = (

@@ -1,13 +1,14 @@
 """The cache: whole files, once per node, evicted oldest first, never one in use."""
 
 import errno
+import itertools
 import os
 import subprocess
+import threading
 from collections import Counter
 from pathlib import Path
 
 import pytest
-from ranks import run_ranks
 
 from air_lightning.data.ahead import ReadAhead
 from air_lightning.data.cache import FileCache
@@ -16,6 +17,7 @@ from air_lightning.data.listing import take_listing
 from air_lightning.data.scratch import private_directory, shared_directory
 from air_lightning.errors import InvalidArgumentError, StorageError
 from air_lightning.volumes.storage import open_storage
+from ranks import run_ranks
 
 EVERYTHING = 1 << 60  # more free disk than there is: whatever may go, goes
 
@@ -120,6 +122,42 @@ def _fetch_all(volume, directory, log) -> None:
         lease.close()
 
 
+def test_a_waiting_fetch_gets_the_file_while_another_still_uses_it(volume, files, directory):
+    """A download under way is waited for, its use is not: else a thread could wait for itself."""
+    began, go_on = threading.Event(), threading.Event()
+    storage = SlowStorage(open_storage(volume.path), began, go_on)
+    cache = FileCache(storage, str(directory), 0)
+    leases = []
+    first = threading.Thread(target=lambda: leases.append(cache.fetch(files[0])))
+    second = threading.Thread(target=lambda: leases.append(cache.fetch(files[0])))
+    first.start()
+    assert began.wait(10)
+    second.start()
+    go_on.set()
+    first.join(10)
+    second.join(10)
+    assert [lease.path for lease in leases] == [cache.place(files[0])] * 2
+    for lease in leases:
+        lease.close()
+
+
+class SlowStorage:
+    """A storage whose downloads begin when they are told to; the rest is the real one's."""
+
+    def __init__(self, storage, began, go_on) -> None:
+        self._storage = storage
+        self._began = began
+        self._go_on = go_on
+
+    def __getattr__(self, name):
+        return getattr(self._storage, name)
+
+    def download(self, info, destination):
+        self._began.set()
+        self._go_on.wait(10)
+        return self._storage.download(info, destination)
+
+
 def test_eviction_takes_the_least_recently_downloaded_first(volume, files, directory):
     """In the order of downloads, not of names or use; unfinished downloads go before all."""
     cache = cache_of(volume, directory)
@@ -132,7 +170,7 @@ def test_eviction_takes_the_least_recently_downloaded_first(volume, files, direc
     order = [set(cached(directory))]
     while evictor.free_up(1):
         order.append(set(cached(directory)))
-    gone = [(before - after).pop() for before, after in zip(order, order[1:], strict=False)]
+    gone = [(before - after).pop() for before, after in itertools.pairwise(order)]
     assert gone == [part.name, *(Path(files[i].name).name for i in (3, 1, 2, 0))]
     assert [path for path in directory.iterdir() if path.name[0] != "."] == []
 

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 import torch.utils.data
-from ranks import run_ranks
 
 from air_lightning.data.dataset import UCVolumeDataset
 from air_lightning.data.stream import Checkpointable, Grid, set_worker
@@ -25,6 +24,7 @@ from air_lightning.errors import (
     StorageError,
     VolumeNotMountedError,
 )
+from ranks import run_ranks
 
 pytestmark = pytest.mark.timeout(120)
 

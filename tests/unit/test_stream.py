@@ -7,7 +7,6 @@ import pytest
 import torch.distributed
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ranks import run_ranks
 
 from air_lightning.data.stream import (
     Checkpointable,
@@ -20,6 +19,7 @@ from air_lightning.data.stream import (
     slice_indices,
     slice_length,
 )
+from ranks import run_ranks
 
 counts = st.integers(0, 300)
 sizes = st.integers(1, 9)

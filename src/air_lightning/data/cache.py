@@ -108,8 +108,7 @@ class FileCache:
         descriptor = os.open(part, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         pid = os.getpid()
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-            if not _is_at(descriptor, part):
+            if not _lock_or_wait(descriptor) or not _is_at(descriptor, part):
                 _release(descriptor, pid)
                 return None
             lease = lease_if_whole(place, info.size)
@@ -178,12 +177,24 @@ def _publish(part: str, place: str) -> None:
         try:
             os.makedirs(os.path.dirname(place), exist_ok=True)
             os.replace(part, place)
-        except FileNotFoundError:
+        except FileNotFoundError:  # noqa: PERF203 - as often as it is tried, which is once
             # An evictor removed the still empty directory, or else the part is gone.
             if not os.path.exists(part):
                 raise
         else:
             return
+
+
+def _lock_or_wait(descriptor: int) -> bool:
+    """Lock a part; False once another downloader is done with it, one way or the other."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        # Shared: a finished download keeps a shared lock as its lease, for as long as it is used.
+        # Waiting for that to end would deadlock where this very thread is to use it.
+        fcntl.flock(descriptor, fcntl.LOCK_SH)
+        return False
+    return True
 
 
 def _is_at(descriptor: int, path: str) -> bool:
