@@ -19,6 +19,7 @@ import os
 import sys
 import tempfile
 import time
+import warnings
 from collections.abc import Callable
 from statistics import median
 from typing import Any
@@ -118,6 +119,7 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=32)
     parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()
+    warnings.filterwarnings("ignore", message="This DataLoader will create")
     names = list(CONTENDERS)
     found: dict[str, list[dict[str, float]]] = {name: [] for name in names}
     with tempfile.TemporaryDirectory(prefix="air-bench-") as source:

@@ -74,6 +74,9 @@ class Training:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=2e-3)
         files = UCVolumeDataset(data, shuffle=True, seed=1, uneven="pad")
         self.loader = DataLoader(files.map(decode), batch_size=16, num_workers=2)
+        # Saves need a group of their own: in the background their collectives would meet those of
+        # the training in another order on each rank, and both would wait for ever.
+        self.save_group = dist.new_group(backend="gloo")
         self.step = 0
         self.saving: Future[Any] | None = None
 
@@ -93,7 +96,9 @@ class Training:
         writer = UCVolumeWriter(
             f"{self.checkpoints}/step_{self.step}", global_step=self.step, epoch=self.loader.epoch
         )
-        self.saving = dcp.async_save(self.state(), storage_writer=writer)
+        self.saving = dcp.async_save(
+            self.state(), storage_writer=writer, process_group=self.save_group
+        )
 
     def finish_save(self) -> None:
         """Waits for the save in flight, and raises its error if it failed."""
@@ -133,7 +138,7 @@ class Training:
             for pixels, labels in self.loader:
                 loss = self.train_step(pixels, labels)
                 if self.rank == 0:
-                    print(f"step {self.step}  epoch {epoch}  loss {loss.hex()}")
+                    print(f"step {self.step}  epoch {epoch}  loss {loss.hex()}", flush=True)
                 if self.step % save_every == 0:
                     self.save()
         self.finish_save()
@@ -147,7 +152,7 @@ def main() -> None:
     parser.add_argument("--save-every", type=int, default=10, help="in steps")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    dist.init_process_group(backend="gloo")  # with GPUs: "cpu:gloo,cuda:nccl"; saves need gloo
+    dist.init_process_group(backend="gloo")  # with GPUs: "cpu:gloo,cuda:nccl"
     try:
         torch.manual_seed(1 + dist.get_rank())
         training = Training(args.data, args.checkpoints)

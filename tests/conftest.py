@@ -26,6 +26,23 @@ _LASTING = (
 )
 
 
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say which parts did not run, where all have to."""
+    if _missed(terminalreporter):
+        terminalreporter.write_line("AIR_REQUIRE_ALL is set, and the skipped tests did not run.")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """With ``AIR_REQUIRE_ALL``, as in CI, a skipped test fails the run."""
+    if _missed(session.config.pluginmanager.get_plugin("terminalreporter")):
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def _missed(reporter: pytest.TerminalReporter) -> bool:
+    return bool(os.environ.get("AIR_REQUIRE_ALL")) and bool(reporter.stats.get("skipped"))
+
+
 class Volume:
     """A volume on local disk.
 

@@ -17,7 +17,7 @@ pytestmark = [
     pytest.mark.fuse,
     pytest.mark.timeout(120),
     pytest.mark.skipif(
-        not has_fuse() and not os.environ.get("AIR_REQUIRE_FUSE"), reason="no FUSE on this machine"
+        not has_fuse() and not os.environ.get("AIR_REQUIRE_ALL"), reason="no FUSE on this machine"
     ),
 ]
 

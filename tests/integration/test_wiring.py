@@ -329,6 +329,17 @@ def test_every_rank_takes_part(numbers: str, tmp_path: Path) -> None:
     assert "2 ranks" in log.read_text()
 
 
+@pytest.mark.slow
+def test_a_world_that_grew_is_refused_on_every_rank(numbers: str, tmp_path: Path) -> None:
+    """A rank that the checkpoint does not know fails like the others, instead of waiting."""
+    log = tmp_path / "output.txt"
+    run = Run(numbers, str(tmp_path), trainer=(("max_epochs", 1),))
+    assert run_ranks(train, run, log=log) == [0], log.read_text()[-3000:]
+    grown = replace(run, world_size=2, trainer=(("max_epochs", 2),))
+    assert run_ranks(train, grown, world_size=2, log=log, timeout_s=60) == [1, 1]
+    assert log.read_text().count("GridMismatchError: The checkpoint was taken with 1 ranks") == 2
+
+
 def test_another_strategy_is_refused_at_setup(tmp_path: Path) -> None:
     """A strategy that this release cannot save under is named before training starts."""
     log = tmp_path / "output.txt"

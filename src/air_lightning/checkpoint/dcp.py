@@ -226,8 +226,7 @@ def _require_torch_format(given: Any) -> None:
         return
     raise InvalidArgumentError(
         f"serialization_format={given} was given; wanted TORCH_SAVE, the one that torch's "
-        "FileSystemReader and this package's reader can load. For safetensors run "
-        "`air-lightning export PATH OUT.safetensors` on the finished checkpoint."
+        "FileSystemReader and this package's reader can load. Leave the argument out."
     )
 
 
