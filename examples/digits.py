@@ -82,13 +82,14 @@ class DigitNet(LightningModule):
     def training_step(self, batch: Any) -> torch.Tensor:
         pixels, labels, _names = batch
         loss = functional.cross_entropy(self.layers(pixels), labels)
-        self.log("train_loss", loss)
+        self.log("train_loss", loss, batch_size=len(labels))
         return loss
 
     def validation_step(self, batch: Any) -> dict[str, torch.Tensor]:
         pixels, labels, _names = batch
         hits = self.layers(pixels).argmax(dim=1) == labels
-        self.log("val_accuracy", hits.float().mean(), on_epoch=True, sync_dist=True)
+        accuracy = hits.float().mean()
+        self.log("val_accuracy", accuracy, batch_size=len(labels), sync_dist=True)
         return {"hits": hits}
 
     def configure_optimizers(self) -> Any:

@@ -98,6 +98,17 @@ def test_save_on_the_last_batch_of_an_epoch(numbers: str, tmp_path: Path, limit:
     assert_resumes_exactly(run, tmp_path, kills=[14])
 
 
+@pytest.mark.parametrize("has_length", [True, False])
+@pytest.mark.parametrize("limit", ["max_epochs", "max_steps"])
+def test_resumed_at_an_epochs_last_step_twice(
+    numbers: str, tmp_path: Path, limit: str, has_length: bool
+) -> None:
+    """A run that resumed at one epoch's last step resumes at the next one's, with no epoch more."""
+    amount = 4 if limit == "max_epochs" else 4 * 11
+    run = Run(numbers, "", has_length=has_length, every_n_steps=11, trainer=((limit, amount),))
+    assert_resumes_exactly(run, tmp_path, kills=[13, 24, 38])
+
+
 def test_limit_train_batches(numbers: str, tmp_path: Path) -> None:
     """Epochs cut short by the Trainer go on to new shuffles, resumed or not."""
     run = Run(numbers, "", trainer=(("max_epochs", 4), ("limit_train_batches", 4)))

@@ -10,6 +10,7 @@ Lightning's strategies call a CheckpointIO on rank 0 alone. What is bound here i
           strategy.load_checkpoint            the checkpoint; this rank's blob -> Restorer
           strategy.load_model_state_dict      a checkpoint of another model names the keys
           strategy.load_optimizer_state_dict  likewise
+        on_train_start: an epoch that was resumed at its last step is over
         on_train_epoch_start: a loader left in mid-pass goes to its next epoch
         on_fit_end: the last save is published, or its error raised
 
@@ -26,7 +27,12 @@ from typing_extensions import override
 from air_lightning.checkpoint.state import optimizer_names
 from air_lightning.errors import CheckpointMismatchError, InvalidArgumentError
 from air_lightning.integrations.checkpoint_io import AirCheckpointIO
-from air_lightning.integrations.position import Restorer, position, start_next_pass
+from air_lightning.integrations.position import (
+    Restorer,
+    enter_next_epoch,
+    position,
+    start_next_pass,
+)
 
 _BINDING = "_air_lightning_binding"
 
@@ -43,6 +49,12 @@ class AirAttach(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Bind before anything is restored."""
         bind(trainer)
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Correct Lightning's count of epochs after a resume at an epoch's last step."""
+        if bound(trainer) is not None:
+            enter_next_epoch(trainer)
 
     @override
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -52,6 +52,19 @@ def start_next_pass(trainer: Any) -> None:
             loader.set_epoch(loader.epoch + 1)
 
 
+def enter_next_epoch(trainer: Any) -> None:
+    """Let a run that resumed at an epoch's last step count the next epoch as begun.
+
+    Lightning moves its count of ended epochs on, and still takes the restart for one in the middle
+    of an epoch: it never counts the next one as begun. A checkpoint of a later epoch's end then
+    looks like one in the middle, and the resume from it trains that whole epoch again.
+    """
+    loop = trainer.fit_loop
+    progress = loop.epoch_progress.current
+    if loop.restarted_mid_epoch and progress.processed >= progress.ready:
+        loop.reset_restart_stage()
+
+
 class Restorer:
     """Gives each rank its own loader states and generators back, at the moments that are right."""
 
