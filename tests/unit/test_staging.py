@@ -135,10 +135,10 @@ def test_large_states_are_copied_by_two_threads(monkeypatch):
 
 
 def test_prepared_buffers_serve_the_first_stage():
-    """After prepare, staging allocates nothing."""
+    """After reserve, staging allocates nothing."""
     stager = Stager()
     state = {"a": torch.randn(1000)}
-    stager.prepare(state)
+    stager.reserve(state.values())
     kept, slab = stager.nbytes, stager._slab
     assert torch.equal(stager.stage(state)["a"], state["a"])
     assert stager.nbytes == kept

@@ -9,6 +9,8 @@ every call, from the background thread.
 
 import io
 import logging
+import os
+import pickle
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +27,7 @@ from torch.serialization import get_unsafe_globals_in_checkpoint
 
 from air_lightning.checkpoint.harmless import harmless_allowed, harmless_names
 from air_lightning.checkpoint.unpickle import load_blob
+from air_lightning.errors import SaveFailedError
 
 _log = logging.getLogger("air_lightning")
 _warned: set[frozenset[str]] = set()
@@ -107,6 +110,38 @@ class LoadPlanner(DefaultLoadPlanner):
         with harmless_allowed():
             loaded = load_blob(value, weights_only=self.weights_only, path=f"The entry {key}")
         self.original_state_dict[key] = loaded
+
+
+class FailedWriter(StorageWriter):
+    """Takes a rank's failure into the collectives of the save, so that every rank learns of it."""
+
+    def __init__(self, failure: BaseException) -> None:
+        self._failure = _portable(failure)
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Do nothing: torch calls this before the collectives begin."""
+
+    def _fail(self, *_: Any, **__: Any) -> Any:
+        raise self._failure
+
+    # The first is where the failure comes out; the others are abstract in the base class.
+    storage_meta = _fail
+    set_up_storage_writer = prepare_local_plan = prepare_global_plan = _fail
+    write_data = finish = _fail
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:  # noqa: ARG003
+        """Accept nothing."""
+        return False
+
+
+def _portable(failure: BaseException) -> BaseException:
+    """Return an exception that other ranks can unpickle: else the gathering rank fails alone."""
+    try:
+        pickle.loads(pickle.dumps(failure))
+    except Exception:  # noqa: BLE001 - runs the exception class's own code
+        return SaveFailedError(f"{type(failure).__name__}: {failure}")
+    return failure
 
 
 def save(

@@ -12,11 +12,10 @@ What must follow a publication (deleting the checkpoint that it replaces) is que
 import atexit
 import logging
 import os
-import pickle
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
@@ -26,7 +25,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.storage import StorageWriter
 
-from air_lightning.checkpoint.planner import SerializedBlob, first_failure
+from air_lightning.checkpoint.planner import FailedWriter, SerializedBlob, first_failure
 from air_lightning.checkpoint.planner import save as save_entries
 from air_lightning.checkpoint.staging import Stager
 from air_lightning.errors import InvalidArgumentError, SaveFailedError
@@ -84,6 +83,7 @@ class AsyncSaver:
         self._no_dist = no_dist
         self._timeout_s = timeout_s
         self._stager = Stager()
+        self._preparing: threading.Thread | None = None
         self._pid = os.getpid()
         self._lock = threading.Lock()
         self._idle = threading.Event()
@@ -130,14 +130,24 @@ class AsyncSaver:
             daemon=True,  # exit waits in _at_exit, with a bound; joining would have none
         ).start()
 
-    def prepare(self, entries: Mapping[str, Any]) -> None:
-        """Allocate what staging ``entries`` needs, so that the first save is as fast as later ones.
+    def prepare(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Allocate in the background what staging will need: the first save is then fast too.
 
         Args:
-            entries: As they will be saved; their values do not matter.
+            tensors: What will be saved, more or less; their values do not matter.
         """
-        if not self.in_flight():
-            self._stager.prepare(entries)
+        if self._preparing is not None or self.in_flight():
+            return
+        self._preparing = threading.Thread(
+            target=self._reserve, args=(list(tensors),), name="air-lightning-stage", daemon=True
+        )
+        self._preparing.start()
+
+    def _reserve(self, tensors: list[torch.Tensor]) -> None:
+        try:
+            self._stager.reserve(tensors)
+        except Exception as error:  # noqa: BLE001 - the first save tries again, and raises
+            _log.warning("Memory for staging could not be allocated ahead of a save: %s", error)
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Block until the save in flight is published.
@@ -205,6 +215,8 @@ class AsyncSaver:
 
     def _stage(self, entries: Mapping[str, Any]) -> tuple[dict[str, Any], BaseException | None]:
         try:
+            if self._preparing is not None:
+                self._preparing.join()
             return self._stager.stage(entries), None
         except Exception as error:  # noqa: BLE001 - raised on every rank, through the collectives
             return {}, error
@@ -235,11 +247,11 @@ class AsyncSaver:
         self, make_writer: Callable[[], StorageWriter], failure: BaseException | None
     ) -> StorageWriter:
         if failure is not None:
-            return _FailedWriter(failure)
+            return FailedWriter(failure)
         try:
             writer = make_writer()
         except Exception as error:  # noqa: BLE001 - raised on every rank, through the collectives
-            return _FailedWriter(error)
+            return FailedWriter(error)
         self._target = str(getattr(writer, "checkpoint_id", None) or self._target)
         return writer
 
@@ -272,38 +284,6 @@ class AsyncSaver:
                     return
                 action = self._actions.pop(0)
             _run_logged(action)
-
-
-class _FailedWriter(StorageWriter):
-    """Takes a rank's failure into the collectives of the save, so that every rank learns of it."""
-
-    def __init__(self, failure: BaseException) -> None:
-        self._failure = _portable(failure)
-
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Do nothing: torch calls this before the collectives begin."""
-
-    def _fail(self, *_: Any, **__: Any) -> Any:
-        raise self._failure
-
-    # The first is where the failure comes out; the others are abstract in the base class.
-    storage_meta = _fail
-    set_up_storage_writer = prepare_local_plan = prepare_global_plan = _fail
-    write_data = finish = _fail
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:  # noqa: ARG003
-        """Accept nothing."""
-        return False
-
-
-def _portable(failure: BaseException) -> BaseException:
-    """Return an exception that other ranks can unpickle: else the gathering rank fails alone."""
-    try:
-        pickle.loads(pickle.dumps(failure))
-    except Exception:  # noqa: BLE001 - runs the exception class's own code
-        return SaveFailedError(f"{type(failure).__name__}: {failure}")
-    return failure
 
 
 def _nbytes(entries: Mapping[str, Any]) -> int:

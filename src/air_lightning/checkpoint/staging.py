@@ -21,7 +21,7 @@ import os
 import sys
 import threading
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -62,13 +62,14 @@ class Stager:
         """Bytes of memory that are kept."""
         return 0 if self._slab is None else self._slab.nbytes
 
-    def prepare(self, entries: Mapping[str, Any]) -> None:
-        """Allocate and touch buffers for ``entries`` without copying; the first stage is then fast.
+    def reserve(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Allocate and touch memory for tensors whose keys are not known yet.
 
         Args:
-            entries: As they will be staged.
+            tensors: What will be staged, more or less.
         """
-        self._lay_out(_sources(entries))
+        sources = _sources({str(index): tensor for index, tensor in enumerate(tensors)})
+        self._reserve(_offsets(sources)[1], pin=any(s.tensor.is_cuda for s in sources))
 
     def stage(self, entries: Mapping[str, Any]) -> dict[str, Any]:
         """Copy the tensors of ``entries``; they may be changed once this returns.

@@ -20,6 +20,7 @@ Lightning's strategies call a CheckpointIO on rank 0 alone. What is bound here i
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from typing_extensions import override
@@ -62,6 +63,20 @@ class AirAttach(Callback):
         binding = bound(trainer)
         if binding is not None:
             binding.once_per_epoch()
+
+    @override
+    def on_train_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+    ) -> None:
+        """Have memory for the first save ready, once the optimizers have their states."""
+        binding = bound(trainer)
+        if binding is not None:
+            binding.prepare_once()
 
     @override
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -121,6 +136,7 @@ class Binding:
         self._load_model = strategy.load_model_state_dict
         self._load_optimizers = strategy.load_optimizer_state_dict
         self._epoch_started: int | None = None
+        self._prepared = False
         strategy.save_checkpoint = self.save_checkpoint
         strategy.load_checkpoint = self.load_checkpoint
         strategy.load_model_state_dict = self.load_model_state_dict
@@ -131,6 +147,23 @@ class Binding:
         if self._epoch_started != self._trainer.current_epoch:
             self._epoch_started = self._trainer.current_epoch
             start_next_pass(self._trainer)
+
+    def prepare_once(self) -> None:
+        """Allocate staging memory in the background, if the Trainer is going to save."""
+        optimizers = self._strategy.optimizers
+        states = [state for optimizer in optimizers for state in optimizer.state.values()]
+        if self._prepared or not states or not self._trainer.checkpoint_callbacks:
+            return
+        self._prepared = True
+        weights = self._strategy.lightning_module.state_dict().values()
+        moments = [value for state in states for value in state.values()]
+        self.io.prepare(
+            [
+                value
+                for value in [*weights, *moments]
+                if isinstance(value, torch.Tensor) and value.dim() > 0
+            ]
+        )
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None

@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
@@ -130,6 +131,11 @@ class AirCheckpointIO(CheckpointIO):
             return UCVolumeWriter(target, global_step=step, epoch=epoch, storage_options=options)
 
         saver.save(entries, make_writer)
+
+    def prepare(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Allocate in the background what saving tensors like these will need."""
+        if self._saver is not None:
+            self._saver.prepare(tensors)
 
     @override
     def save_checkpoint(
