@@ -3,6 +3,7 @@
 The police checks every test: environment, threads and torch's process group are as they were.
 """
 
+import gc
 import os
 import threading
 import time
@@ -105,6 +106,7 @@ def leak_police() -> Iterator[None]:
 
 
 def _check_threads(before: set[threading.Thread]) -> None:
+    gc.collect()  # an iterator that was left alone ends its threads when it is collected
     deadline = time.monotonic() + _GRACE_S
     while True:
         left = [

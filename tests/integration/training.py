@@ -4,6 +4,7 @@ import json
 import os
 import random
 import signal
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,7 @@ class Run:
     kill_at: int | None = None
     save_at_epoch_end: bool = False
     ckpt_path: str | None = None
+    validate: bool = False
 
     @property
     def checkpoints(self) -> str:
@@ -87,6 +89,9 @@ class Model(LightningModule):
         self.log("loss", loss)
         return loss
 
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("inputs", batch[1].double().sum(), on_epoch=True, batch_size=1)
+
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.AdamW(self.parameters(), lr=0.01)
         return [optimizer], [{"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.9)}]
@@ -118,13 +123,29 @@ class Diary(Callback):
             diary.write(json.dumps(line) + "\n")
 
 
-def train(run: Run) -> None:
+class Validated(Callback):
+    """Writes a line for each validation: the epoch, and the sum of what was validated on."""
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+
+    def on_validation_end(self, trainer: Any, module: Any) -> None:
+        line = [trainer.current_epoch, float(trainer.callback_metrics["inputs"]).hex()]
+        with open(f"{self.run.directory}/validated.jsonl", "a") as validated:
+            validated.write(json.dumps(line) + "\n")
+
+
+def train(run: Run, *, extra: Sequence[Callback] = (), save_on_exception: bool = False) -> None:
     """One attempt: resumes by itself, trains to the end or to its kill."""
     os.makedirs(run.directory, exist_ok=True)
     torch.set_num_threads(1)
     seed_everything(7, workers=True, verbose=False)
     data = Data(
-        train=run.volume, batch_size=run.batch_size, num_workers=run.num_workers, pattern="*.txt"
+        train=run.volume,
+        val=run.volume if run.validate else None,
+        batch_size=run.batch_size,
+        num_workers=run.num_workers,
+        pattern="*.txt",
     )
     data.has_length = run.has_length
     model = Model()
@@ -133,13 +154,14 @@ def train(run: Run) -> None:
         every_n_train_steps=None if run.save_at_epoch_end else run.every_n_steps,
         every_n_epochs=1 if run.save_at_epoch_end else None,
         save_top_k=-1,
+        save_on_exception=save_on_exception,
     )
     trainer = Trainer(
         accelerator="cpu",
         devices=run.world_size,
         strategy="ddp" if run.world_size > 1 else "auto",
         plugins=[AirCheckpointIO()],
-        callbacks=[AirResume(), checkpoint, Diary(run)],
+        callbacks=[AirResume(), checkpoint, Diary(run), *extra],
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,

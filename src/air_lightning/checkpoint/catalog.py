@@ -65,13 +65,16 @@ def list_checkpoints(
     return sorted(records, key=_age, reverse=True)
 
 
-def find_latest_valid(root: Path, *, storage_options: dict[str, Any] | None = None) -> str | None:
+def find_latest_valid(
+    root: Path, *, resumable: bool = False, storage_options: dict[str, Any] | None = None
+) -> str | None:
     """Return the path of the newest complete checkpoint directly below ``root``, or None.
 
     Newer ones that are passed over are logged, each with its reason.
 
     Args:
         root: A volume path, an fsspec URL or a local path; a missing one has no checkpoints.
+        resumable: Leave out those that hold weights alone (``save_weights_only=True``).
         storage_options: Passed to fsspec.
 
     Raises:
@@ -86,6 +89,8 @@ def find_latest_valid(root: Path, *, storage_options: dict[str, Any] | None = No
         reasons: dict[str, str | None] = {}
         candidates = _candidates(root, storage_options)
         for candidate in sorted(candidates, key=lambda c: _age(c.record), reverse=True):
+            if resumable and candidate.record.weights_only:
+                continue
             record = examine(candidate)
             if record.valid:
                 return record.path
@@ -175,6 +180,10 @@ def remove_checkpoint(path: Path, *, storage_options: dict[str, Any] | None = No
         storage_options: Passed to fsspec.
     """
     target = paths.normalize(path, allow_local=True)
+    local = paths.local_dir(target)
+    if local is not None and os.path.islink(local):
+        os.unlink(local)  # and not the checkpoint that it leads to
+        return
     storage = open_storage(target, allow_local=True, storage_options=storage_options)
     try:
         storage.remove(METADATA)

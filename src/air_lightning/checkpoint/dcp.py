@@ -61,6 +61,7 @@ class UCVolumeWriter(OnVolume, FileSystemWriter):  # type: ignore[misc] # a Path
         global_step: Recorded in the manifest, for :func:`find_latest_valid`. Without one the
             number in the directory's name counts.
         epoch: Recorded in the manifest.
+        weights_only: Recorded in the manifest: training cannot be resumed from this one.
         thread_count: Files that each rank writes at the same time.
         storage_options: Passed to fsspec.
         **kwargs: Of torch's ``FileSystemWriter``. ``sync_files`` and ``per_thread_copy_ahead``
@@ -77,6 +78,7 @@ class UCVolumeWriter(OnVolume, FileSystemWriter):  # type: ignore[misc] # a Path
         *,
         global_step: int | None = None,
         epoch: int | None = None,
+        weights_only: bool = False,
         thread_count: int = 2,
         storage_options: dict[str, Any] | None = None,
         **kwargs: Any,
@@ -89,6 +91,7 @@ class UCVolumeWriter(OnVolume, FileSystemWriter):  # type: ignore[misc] # a Path
         self.place(path, storage_options)
         self.global_step = global_step
         self.epoch = epoch
+        self.weights_only = weights_only
         self._world_size = 1
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
@@ -202,6 +205,7 @@ class UCVolumeWriter(OnVolume, FileSystemWriter):  # type: ignore[misc] # a Path
             files={**files, METADATA: FileRecord(len(marker), str(checksum))},
             global_step=self.global_step,
             epoch=self.epoch,
+            weights_only=self.weights_only,
             world_size=self._world_size,
             time=time.time(),
             versions=_versions(),

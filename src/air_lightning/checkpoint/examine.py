@@ -38,6 +38,7 @@ class CheckpointRecord:
         size: Bytes of all its files.
         valid: Whether it is complete, as far as sizes tell.
         reason: Why it is not valid; None when it is.
+        weights_only: Whether it holds weights and no state to resume from, by the manifest.
     """
 
     path: str
@@ -48,6 +49,7 @@ class CheckpointRecord:
     size: int = 0
     valid: bool = False
     reason: str | None = None
+    weights_only: bool = False
 
 
 @dataclass(frozen=True)
@@ -106,6 +108,7 @@ def _with_manifest(record: CheckpointRecord, manifest: Manifest | None) -> Check
         step=record.step if manifest.global_step is None else manifest.global_step,
         epoch=manifest.epoch,
         world_size=manifest.world_size,
+        weights_only=manifest.weights_only,
         time=record.time if manifest.time is None else manifest.time,
     )
 

@@ -66,6 +66,7 @@ class Manifest:
         world_size: Number of ranks that wrote.
         time: Seconds since 1970 (UTC) at the commit.
         versions: Versions of the libraries that wrote.
+        weights_only: Whether it holds weights and no state to resume training from.
     """
 
     files: Mapping[str, FileRecord]
@@ -74,6 +75,7 @@ class Manifest:
     world_size: int | None = None
     time: float | None = None
     versions: Mapping[str, str] = field(default_factory=dict)
+    weights_only: bool = False
 
     def to_bytes(self) -> bytes:
         """Return the manifest as indented JSON, for people too."""
@@ -83,6 +85,7 @@ class Manifest:
             "epoch": self.epoch,
             "world_size": self.world_size,
             "time": None if self.time is None else _utc(self.time),
+            "weights_only": self.weights_only,
             "versions": dict(self.versions),
             "files": {name: record._asdict() for name, record in sorted(self.files.items())},
         }
@@ -127,6 +130,7 @@ class Manifest:
             epoch=_count_or_none(document.get("epoch")),
             world_size=_count_or_none(document.get("world_size")),
             time=None if time is None else datetime.fromisoformat(time).timestamp(),
+            weights_only=document.get("weights_only") is True,
             versions={_text(k): _text(v) for k, v in document.get("versions", {}).items()},
         )
 

@@ -17,23 +17,29 @@ Lightning's strategies call a CheckpointIO on rank 0 alone. What is bound here i
 ``remove_checkpoint`` needs no binding: the strategy asks the CheckpointIO on rank 0, as wanted.
 """
 
+import logging
+import os
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+from lightning.pytorch.trainer.states import TrainerStatus
 from typing_extensions import override
 
 from air_lightning.checkpoint.state import optimizer_names
-from air_lightning.errors import CheckpointMismatchError, InvalidArgumentError
+from air_lightning.errors import CheckpointMismatchError, InvalidArgumentError, SaveFailedError
 from air_lightning.integrations.checkpoint_io import AirCheckpointIO
 from air_lightning.integrations.position import (
     Restorer,
     enter_next_epoch,
-    position,
     start_next_pass,
 )
+from air_lightning.volumes import path as volume_path
+
+logger = logging.getLogger("air_lightning")
 
 _BINDING = "_air_lightning_binding"
 
@@ -54,15 +60,20 @@ class AirAttach(Callback):
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Correct Lightning's count of epochs after a resume at an epoch's last step."""
-        if bound(trainer) is not None:
+        binding = bound(trainer)
+        if binding is not None:
             enter_next_epoch(trainer)
+            binding.restore_validation()
 
     @override
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Leave no loader in the middle of an epoch that the Trainer has ended."""
-        binding = bound(trainer)
-        if binding is not None:
-            binding.once_per_epoch()
+        """Leave no loader in the middle of an epoch that the Trainer has ended.
+
+        Also where the Trainer saves through another IO: the files past ``limit_train_batches``
+        would never be seen.
+        """
+        if self is next(c for c in _callbacks(trainer) if isinstance(c, AirAttach)):
+            start_next_pass(trainer)
 
     @override
     def on_train_batch_end(
@@ -90,6 +101,11 @@ class AirAttach(Callback):
             binding.io.wait()
 
 
+def _callbacks(trainer: Any) -> list[Callback]:
+    callbacks: list[Callback] = trainer.callbacks
+    return callbacks
+
+
 def bound(trainer: Trainer) -> "Binding | None":
     """The binding of this Trainer's present strategy, if there is one."""
     binding: Binding | None = getattr(trainer.strategy, _BINDING, None)
@@ -115,7 +131,31 @@ def bind(trainer: Trainer) -> "Binding | None":
 
 def _uses_ours(strategy: Any) -> bool:
     # Strategies that refuse CheckpointIO plugins raise from the property.
-    return isinstance(getattr(strategy, "_checkpoint_io", None), AirCheckpointIO)
+    checkpoint_io = getattr(strategy, "_checkpoint_io", None)
+    inner = getattr(checkpoint_io, "checkpoint_io", None)
+    if isinstance(inner, AirCheckpointIO):
+        raise InvalidArgumentError(
+            f"AirCheckpointIO was given inside {type(checkpoint_io).__name__}, which would call it "
+            "on rank 0 alone. Give Trainer(plugins=[AirCheckpointIO()]): it is asynchronous itself."
+        )
+    return isinstance(checkpoint_io, AirCheckpointIO)
+
+
+def as_written(dirpath: str) -> str:
+    """The path that was given as ``ModelCheckpoint(dirpath=...)``.
+
+    Lightning takes ``dbfs:/...`` and ``file:///...`` for relative paths, and would save below the
+    working directory: on a cluster, on a disk that goes with the machine.
+    """
+    prefix = os.getcwd().rstrip("/") + "/"
+    rest = dirpath.removeprefix(prefix)
+    if rest == dirpath:
+        return dirpath
+    if rest.startswith("dbfs:/"):
+        return volume_path.normalize(rest)
+    if rest.startswith("file:/"):
+        return rest.removeprefix("file:")
+    return dirpath
 
 
 class Binding:
@@ -135,18 +175,30 @@ class Binding:
         self._restorer = Restorer(trainer)
         self._load_model = strategy.load_model_state_dict
         self._load_optimizers = strategy.load_optimizer_state_dict
-        self._epoch_started: int | None = None
         self._prepared = False
+        for callback in trainer.checkpoint_callbacks:
+            if isinstance(callback, ModelCheckpoint):
+                self._adopt(callback)
         strategy.save_checkpoint = self.save_checkpoint
         strategy.load_checkpoint = self.load_checkpoint
         strategy.load_model_state_dict = self.load_model_state_dict
         strategy.load_optimizer_state_dict = self.load_optimizer_state_dict
 
-    def once_per_epoch(self) -> None:
-        """Both AirAttach and AirResume may call this for one epoch; the first does the work."""
-        if self._epoch_started != self._trainer.current_epoch:
-            self._epoch_started = self._trainer.current_epoch
-            start_next_pass(self._trainer)
+    def _adopt(self, callback: Any) -> None:
+        """Correct what a ModelCheckpoint does only right with files that are there at once."""
+        if callback.dirpath is not None:
+            callback.dirpath = as_written(callback.dirpath)
+        # Lightning links at the call, when the directory of an asynchronous save is not there.
+        callback._link_checkpoint = self._link
+
+    def _link(self, trainer: Trainer, filepath: str, linkpath: str) -> None:
+        if trainer.is_global_zero and filepath != linkpath:
+            self.io.link(filepath, linkpath)
+        trainer.strategy.barrier()
+
+    def restore_validation(self) -> None:
+        """Put the validation loaders where they were, once they are there."""
+        self._restorer.restore_validation()
 
     def prepare_once(self) -> None:
         """Allocate staging memory in the background, if the Trainer is going to save."""
@@ -169,17 +221,34 @@ class Binding:
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None
     ) -> None:
         """Every rank's part of a save."""
+        self._wait_for_last_save()
+        # Rank 0's: the name may hold a metric that differs in the last digit, or a time; and
+        # whether a complete checkpoint is in the way must look the same to all.
+        target = self._strategy.broadcast(
+            self.io.choose_target(filepath) if self._trainer.is_global_zero else None
+        )
         named = list(self._strategy.lightning_module.named_parameters())
         states = checkpoint.get("optimizer_states", ())
         optimizers = self._strategy.optimizers[: len(states)]
         self.io.save_on_all_ranks(
             checkpoint,
-            # Rank 0's: the name may hold a metric that differs in the last digit, or a time.
-            self._strategy.broadcast(filepath),
+            target,
             optimizer_names=[optimizer_names(named, optimizer) for optimizer in optimizers],
-            rank_blob=position(self._trainer),
+            rank_blob=self._restorer.position(),
             storage_options=storage_options,
         )
+        if self._trainer.state.finished:
+            # Nothing of the Trainer's comes after this that could raise a background error.
+            self.io.wait()
+
+    def _wait_for_last_save(self) -> None:
+        try:
+            self.io.wait()
+        except SaveFailedError as error:
+            if self._trainer.state.status != TrainerStatus.INTERRUPTED:
+                raise
+            # A checkpoint on exception is being saved: the user's own error must not be masked.
+            logger.error("%s", error, exc_info=error)
 
     def load_checkpoint(
         self, checkpoint_path: Any, weights_only: bool | None = None

@@ -8,6 +8,10 @@ The call chain of one save under a Trainer::
         -> AsyncSaver.save       waits for the save in flight, stages; the rest is in the background
           -> UCVolumeWriter      shards, then air_manifest.json, then .metadata, last
 
+A complete checkpoint is never written over: a save to its path goes to ``<path>.alt``, and takes
+the old one's place once it is published. Where a volume refuses the rename it stays under that
+name, which loading and ``find_latest_valid`` know.
+
 Where nothing bound the strategy, its rank 0 calls ``save_checkpoint``, and that process writes
 the whole checkpoint by itself.
 """
@@ -23,6 +27,7 @@ from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from typing_extensions import override
 
+from air_lightning.checkpoint import attempt
 from air_lightning.checkpoint.catalog import remove_checkpoint, verify_checkpoint
 from air_lightning.checkpoint.dcp import UCVolumeReader, UCVolumeWriter
 from air_lightning.checkpoint.saver import AsyncSaver
@@ -68,6 +73,7 @@ class AirCheckpointIO(CheckpointIO):
         self._saver: AsyncSaver | None = None
         self._group: dist.ProcessGroup | None = None
         self._world: object | None = None
+        self._bound = False
 
     @property
     def stats(self) -> list[Any]:
@@ -80,6 +86,7 @@ class AirCheckpointIO(CheckpointIO):
         The background runs its collectives on a gloo group of its own: on the user's group they
         would meet the training's collectives in another order on each rank, and deadlock.
         """
+        self._bound = True
         world = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
         if self._saver is not None and world is self._world:
             return
@@ -107,30 +114,61 @@ class AirCheckpointIO(CheckpointIO):
 
         Args:
             checkpoint: The Trainer's checkpoint dict.
-            path: Directory that becomes the checkpoint.
+            path: Directory that becomes the checkpoint, from ``choose_target``.
             optimizer_names: For each optimizer, the parameter name of each integer id.
             rank_blob: What only this rank knows: loader position and generators.
             storage_options: Options for fsspec, over those of the constructor.
 
         Raises:
             SaveFailedError: The save before this one failed in the background.
-            StorageError: The path cannot become a checkpoint directory.
         """
         self.connect()
+        rank = dist.get_rank() if self._world is not None else 0
+        self._save(
+            checkpoint,
+            os.fspath(path),
+            names=optimizer_names,
+            rank=rank,
+            rank_blob=rank_blob,
+            storage_options=storage_options,
+        )
+
+    def _save(
+        self,
+        checkpoint: dict[str, Any],
+        target: str,
+        *,
+        names: Sequence[Mapping[int, str] | None],
+        rank: int,
+        rank_blob: Mapping[str, Any],
+        storage_options: dict[str, Any] | None,
+    ) -> None:
         saver = self._saver
         assert saver is not None
-        target = volume_path.normalize(path, allow_local=True)
         options = storage_options or self.storage_options
-        rank = dist.get_rank() if self._world is not None else 0
-        entries = to_entries(
-            checkpoint, optimizer_names=optimizer_names, rank=rank, rank_blob=rank_blob
-        )
-        step, epoch = checkpoint.get("global_step"), checkpoint.get("epoch")
+        entries = to_entries(checkpoint, optimizer_names=names, rank=rank, rank_blob=rank_blob)
 
         def make_writer() -> UCVolumeWriter:
-            return UCVolumeWriter(target, global_step=step, epoch=epoch, storage_options=options)
+            return UCVolumeWriter(
+                target,
+                global_step=checkpoint.get("global_step"),
+                epoch=checkpoint.get("epoch"),
+                weights_only="optimizer_states" not in checkpoint,
+                storage_options=options,
+            )
 
-        saver.save(entries, make_writer)
+        def replace_other() -> None:
+            attempt.settle(target, options)
+
+        saver.save(entries, make_writer, on_published=replace_other if rank == 0 else None)
+
+    def choose_target(self, path: PathLike) -> str:
+        """Where the next save to a path goes; asked on one rank, after ``wait`` on all.
+
+        Raises:
+            InvalidPathError: ``path`` is none.
+        """
+        return attempt.choose(volume_path.normalize(path, allow_local=True), self.storage_options)
 
     def prepare(self, tensors: Sequence[torch.Tensor]) -> None:
         """Allocate in the background what saving tensors like these will need."""
@@ -141,19 +179,26 @@ class AirCheckpointIO(CheckpointIO):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: PathLike, storage_options: Any | None = None
     ) -> None:
-        """Save from this process alone; the host calls it when no strategy was bound."""
+        """Save from this process alone; the host calls it when no strategy was bound.
+
+        Under a bound strategy only a launcher that forked the ranks calls it, to hand rank 0's
+        weights to the parent process: one file, which must be there at once.
+        """
+        if self._bound:
+            target = volume_path.normalize(path, allow_local=True)
+            TorchCheckpointIO().save_checkpoint(
+                checkpoint, volume_path.local_dir(target) or target, storage_options
+            )
+            return
         if self._saver is None:
             self._saver = AsyncSaver(no_dist=True, timeout_s=self.timeout_s)
-        if self._world is not None:
-            raise InvalidArgumentError(
-                "save_checkpoint was called on one rank while every rank of this run takes part "
-                "in saves; call trainer.save_checkpoint(path) on every rank."
-            )
+        self.wait()
         nameless = [None] * len(checkpoint.get("optimizer_states", ()))
-        self.save_on_all_ranks(
+        self._save(
             checkpoint,
-            path,
-            optimizer_names=nameless,
+            self.choose_target(path),
+            names=nameless,
+            rank=0,
             rank_blob={},
             storage_options=storage_options,
         )
@@ -181,7 +226,7 @@ class AirCheckpointIO(CheckpointIO):
             checkpoint has none of this rank.
         """
         self.wait()
-        target = volume_path.normalize(path, allow_local=True)
+        target = self._resolve(path)
         if self._is_file(target):
             return self._load_file(target, weights_only), None
         reader = UCVolumeReader(target, verify=self.verify, storage_options=self.storage_options)
@@ -192,7 +237,7 @@ class AirCheckpointIO(CheckpointIO):
 
     def world_size_of(self, path: PathLike) -> int | None:
         """The number of ranks that saved a checkpoint; None for one that does not say."""
-        target = volume_path.normalize(path, allow_local=True)
+        target = self._resolve(path)
         if self._is_file(target):
             return None
         record = verify_checkpoint(target, storage_options=self.storage_options)
@@ -204,12 +249,30 @@ class AirCheckpointIO(CheckpointIO):
         target = volume_path.normalize(path, allow_local=True)
 
         def remove() -> None:
-            remove_checkpoint(target, storage_options=self.storage_options)
+            for name in attempt.both(target):
+                remove_checkpoint(name, storage_options=self.storage_options)
 
         if self._saver is None:
             remove()
         else:
             self._saver.after_published(remove)
+
+    def link(self, path: PathLike, link: PathLike) -> None:
+        """Let a second name lead to a checkpoint once that is published, where links work.
+
+        Elsewhere, as on volumes, nothing is made: ``AirResume`` finds the newest by itself.
+        """
+        target = volume_path.normalize(path, allow_local=True)
+        name = volume_path.normalize(link, allow_local=True)
+        local, there = volume_path.local_dir(target), volume_path.local_dir(name)
+        if self._saver is None or local is None or there is None or name.startswith("/Volumes/"):
+            return
+
+        def make_link() -> None:
+            remove_checkpoint(name)
+            os.symlink(os.path.relpath(local, os.path.dirname(there)), there)
+
+        self._saver.after_published(make_link)
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Block until the save in flight is published.
@@ -225,6 +288,10 @@ class AirCheckpointIO(CheckpointIO):
         """Wait for the save in flight, bounded; its error stays for ``wait`` and masks no other."""
         if self._saver is not None:
             self._saver.settle()
+
+    def _resolve(self, path: PathLike) -> str:
+        target = volume_path.normalize(path, allow_local=True)
+        return attempt.newest(target, self.storage_options)
 
     def _is_file(self, target: str) -> bool:
         local = volume_path.local_dir(target)

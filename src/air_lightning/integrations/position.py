@@ -26,16 +26,25 @@ logger = logging.getLogger("air_lightning")
 BLOB_VERSION = 1
 
 
-def position(trainer: Any) -> dict[str, Any]:
-    """The blob of this rank, as of the last batch that was trained on."""
+def position(trainer: Any, rng: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """The blob of this rank, as of the last batch that was trained on.
+
+    Args:
+        trainer: The Trainer.
+        rng: The generators' states before the batch that is being trained on, if one is.
+    """
     loop = trainer.fit_loop
+    ahead = _batches_ahead(loop)
+    # The learning-rate finder saves before there are loaders, and goes on from there.
+    loaders = None if loop._combined_loader is None else [_state(x, ahead) for x in _loaders(loop)]
     return {
         "version": BLOB_VERSION,
         "rank": trainer.global_rank,
         "world_size": trainer.world_size,
-        "epoch_done": loop.epoch_loop._num_ready_batches_reached(),
-        "loaders": [_state(loader, _batches_ahead(loop)) for loader in _loaders(loop)],
-        "rng": capture_rng_state(),
+        "epoch_done": loop.epoch_loop._num_ready_batches_reached() and not _open_batches(loop),
+        "loaders": loaders,
+        "validation_epochs": [getattr(x, "epoch", None) for x in _loaders(_validation(loop))],
+        "rng": rng or capture_rng_state(),
     }
 
 
@@ -48,8 +57,14 @@ def start_next_pass(trainer: Any) -> None:
     loop = trainer.fit_loop
     for loader in _loaders(loop):
         state = _state(loader, _batches_ahead(loop))
-        if isinstance(loader, DataLoader) and state is not None and state["batches"] > 0:
+        if not isinstance(loader, DataLoader) or state is None:
+            continue
+        if trainer.overfit_batches > 0:
+            loader.set_epoch(0)  # the same batches again and again are what was asked for
+        elif state["batches"] > 0:
             loader.set_epoch(loader.epoch + 1)
+        elif trainer.reload_dataloaders_every_n_epochs and loader.epoch < trainer.current_epoch:
+            loader.set_epoch(trainer.current_epoch)  # a new loader begins at epoch 0
 
 
 def enter_next_epoch(trainer: Any) -> None:
@@ -72,6 +87,8 @@ class Restorer:
         self._trainer = trainer
         self._loaders_due: Mapping[str, Any] | None = None
         self._rng_due: Mapping[str, Any] | None = None
+        self._validation_due: list[int | None] = []
+        self._rng_before_batch: Mapping[str, Any] | None = None
         loop = trainer.fit_loop
         self._load_lightnings = loop._load_combined_loader_states
         self._after_fetch = loop.epoch_loop._on_after_fetch
@@ -103,6 +120,19 @@ class Restorer:
             )
         self._refuse_other_world(blob["world_size"])
         self._loaders_due, self._rng_due = blob, blob["rng"]
+        self._validation_due = blob["validation_epochs"]
+
+    def position(self) -> dict[str, Any]:
+        """The blob of this rank; the batch being trained on, if one is, counts as not begun."""
+        is_open = _open_batches(self._trainer.fit_loop) > 0
+        return position(self._trainer, self._rng_before_batch if is_open else None)
+
+    def restore_validation(self) -> None:
+        """Let validation loaders go on with the epoch, so with the random draws, they were at."""
+        due, self._validation_due = self._validation_due, []
+        for loader, epoch in zip(_loaders(_validation(self._trainer.fit_loop)), due, strict=False):
+            if isinstance(loader, DataLoader) and epoch is not None:
+                loader.set_epoch(epoch)
 
     def _refuse_other_world(self, world_size: int | None) -> None:
         here = self._trainer.world_size
@@ -121,6 +151,8 @@ class Restorer:
         loop = self._trainer.fit_loop
         if blob["epoch_done"]:
             _begin_next_epoch(loop)
+        if blob["loaders"] is None:
+            return
         loaders = list(_loaders(loop))
         if len(loaders) != len(blob["loaders"]):
             raise StateError(
@@ -129,13 +161,16 @@ class Restorer:
             )
         for loader, state in zip(loaders, blob["loaders"], strict=True):
             if state is not None:
-                _load(loader, state, epoch_done=blob["epoch_done"])
+                next_epoch = blob["epoch_done"] and not self._trainer.overfit_batches
+                _load(loader, state, epoch_done=next_epoch)
 
     def _on_after_fetch(self) -> None:
         self._after_fetch()
         rng, self._rng_due = self._rng_due, None
         if rng is not None:
             restore_rng_state(rng)
+        # For a save in the middle of this batch, as on an exception: it will be done again.
+        self._rng_before_batch = capture_rng_state()
 
 
 def _begin_next_epoch(fit_loop: Any) -> None:
@@ -163,13 +198,23 @@ def _load(loader: Any, state: dict[str, Any], *, epoch_done: bool) -> None:
         loader.set_epoch(state["epoch"] + 1)
 
 
-def _loaders(fit_loop: Any) -> Iterator[Any]:
-    combined = fit_loop._combined_loader
+def _loaders(loop: Any) -> Iterator[Any]:
+    combined = loop._combined_loader
     return iter(()) if combined is None else iter(combined.flattened)
 
 
+def _validation(fit_loop: Any) -> Any:
+    return fit_loop.epoch_loop.val_loop
+
+
 def _batches_ahead(fit_loop: Any) -> int:
-    return len(getattr(fit_loop._data_fetcher, "batches", ()))
+    """Batches that the loader gave away and that were not trained on to their end."""
+    return len(getattr(fit_loop._data_fetcher, "batches", ())) + _open_batches(fit_loop)
+
+
+def _open_batches(fit_loop: Any) -> int:
+    progress = fit_loop.epoch_loop.batch_progress.current
+    return int(progress.ready - progress.processed)
 
 
 def _state(loader: Any, batches_ahead: int) -> dict[str, Any] | None:

@@ -12,11 +12,13 @@ that resume from different steps train on, silently, with different weights.
 
 import logging
 import os
+import re
 from collections.abc import Iterable
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from typing_extensions import override
 
 from air_lightning.checkpoint.catalog import find_latest_valid, verify_checkpoint
@@ -25,6 +27,8 @@ from air_lightning.integrations.attach import AirAttach, bind
 from air_lightning.volumes import path as volume_path
 
 logger = logging.getLogger("air_lightning")
+
+_VERSIONED = re.compile(r"/version_\d+(/|$)")
 
 
 class AirResume(AirAttach):
@@ -67,7 +71,8 @@ class AirResume(AirAttach):
             raise InvalidArgumentError(
                 "AirResume needs Trainer(plugins=[AirCheckpointIO()]); this Trainer saves through "
                 f"{type(getattr(trainer.strategy, '_checkpoint_io', None)).__name__}, whose "
-                "checkpoints hold rank 0's position only."
+                "checkpoints hold rank 0's position only. (Import Trainer from lightning: the "
+                "names of pytorch_lightning are other classes, and do not work with these.)"
             )
         if stage == "fit":
             self._bind_choice(trainer)
@@ -102,7 +107,7 @@ class AirResume(AirAttach):
                 f"Looking for a checkpoint to resume from in {roots} failed: {found}"
             ) from found
         if found is None and trainer.is_global_zero:
-            logger.info("No valid checkpoint in %s: starting fresh.", roots)
+            _tell_of_fresh_start(roots, self.dirpath)
         return found
 
     def _roots(self, trainer: Any) -> list[str]:
@@ -117,6 +122,17 @@ class AirResume(AirAttach):
         ]
 
 
+def _tell_of_fresh_start(roots: list[str], dirpath: str | None) -> None:
+    rank_zero_info(f"AirResume: no valid checkpoint in {roots}; starting fresh.")
+    if dirpath is None and any(_VERSIONED.search(root) for root in roots):
+        logger.warning(
+            "AirResume looks in %s, which the logger chose anew for this start: checkpoints of an "
+            "earlier start are never found there. Give ModelCheckpoint(dirpath=...) or "
+            "AirResume(dirpath) a directory that stays.",
+            roots,
+        )
+
+
 def _means_last(path: Any, roots: Iterable[str]) -> bool:
     """Whether Lightning resolved ``ckpt_path="last"`` to this path.
 
@@ -128,7 +144,9 @@ def _means_last(path: Any, roots: Iterable[str]) -> bool:
 
 
 def _newest(roots: Iterable[str], storage_options: dict[str, Any] | None) -> str | None:
-    found = [find_latest_valid(root, storage_options=storage_options) for root in roots]
+    found = [
+        find_latest_valid(root, resumable=True, storage_options=storage_options) for root in roots
+    ]
     valid = [path for path in found if path is not None]
     if len(valid) <= 1:
         return valid[0] if valid else None

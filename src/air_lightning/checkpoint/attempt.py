@@ -1,0 +1,66 @@
+"""Saving to the path of a complete checkpoint without losing it.
+
+A writer that overwrites must first make the old checkpoint none; killed then, nothing is left. With
+``save_last`` alone that is the whole run. So two names take turns::
+
+    choose   ``<path>``, or ``<path>.alt`` while ``<path>`` is a complete checkpoint
+    save     ...
+    settle   after publication: the other one is deleted, and ``<path>.alt`` is renamed to
+             ``<path>`` where directories can be renamed; elsewhere it keeps its name
+    newest   what loading ``<path>`` means: of the two, the complete one with the higher step
+"""
+
+import contextlib
+import os
+from typing import Any
+
+from air_lightning.checkpoint.catalog import CheckpointRecord, remove_checkpoint, verify_checkpoint
+from air_lightning.errors import CheckpointError
+from air_lightning.volumes import path as paths
+
+_SUFFIX = ".alt"
+
+
+def both(path: str) -> tuple[str, str]:
+    """The two names that a checkpoint of this path may have."""
+    return path, path + _SUFFIX
+
+
+def choose(path: str, options: dict[str, Any] | None) -> str:
+    """The name that a save to ``path`` may write to: of the two, never the newest complete one."""
+    records = [_complete(name, options) for name in both(path)]
+    if records[0] is None:
+        return path
+    if records[1] is None:
+        return path + _SUFFIX
+    return min((record for record in records if record), key=_step).path
+
+
+def settle(written: str, options: dict[str, Any] | None) -> None:
+    """Give a published checkpoint the place of the one that it replaces."""
+    path = written.removesuffix(_SUFFIX)
+    for name in both(path):
+        if name != written:
+            remove_checkpoint(name, storage_options=options)
+    local = paths.local_dir(written)
+    if written != path and local is not None:
+        # A volume may refuse to rename; the checkpoint then stays where it is.
+        with contextlib.suppress(OSError):
+            os.rename(local, local.removesuffix(_SUFFIX))
+
+
+def newest(path: str, options: dict[str, Any] | None) -> str:
+    """The name under which a checkpoint of ``path`` is; ``path`` itself where there is none."""
+    found = [record for record in (_complete(n, options) for n in both(path)) if record]
+    return max(found, key=_step).path if found else path
+
+
+def _complete(path: str, options: dict[str, Any] | None) -> CheckpointRecord | None:
+    try:
+        return verify_checkpoint(path, storage_options=options)
+    except CheckpointError:
+        return None
+
+
+def _step(record: CheckpointRecord) -> int:
+    return -1 if record.step is None else record.step
