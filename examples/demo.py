@@ -180,10 +180,15 @@ def while_saving(start: Start) -> str | None:
 
 
 def follow(start: Start, occasion: Occasion | None) -> str | None:
-    """Shows progress until the run ends, or kills it at the occasion and says where that was."""
+    """Shows progress until the run ends, or kills it at the occasion and says where that was.
+
+    On a terminal by a bar; in a log, which redraws would fill, by one line at the end.
+    """
     killed, redraw = None, 0.0
     deadline = time.monotonic() + START_TIMEOUT_S
-    with tqdm(total=PLAN.steps, desc=f"{start.name:<15}", unit="step", file=sys.stderr) as bar:
+    quiet = not sys.stderr.isatty()
+    title = f"{start.name:<15}"
+    with tqdm(total=PLAN.steps, desc=title, unit="step", file=sys.stderr, disable=quiet) as bar:
         while start.process.poll() is None and killed is None:
             start.log.read()
             if time.monotonic() > redraw:
@@ -199,6 +204,9 @@ def follow(start: Start, occasion: Occasion | None) -> str | None:
         start.log.read()
         bar.n = start.log.last_step()
         bar.set_postfix_str("" if killed is None else f"SIGKILL at {killed}")
+    if quiet:
+        end = "" if killed is None else f", SIGKILL at {killed}"
+        print(f"{title} {bar.n} of {PLAN.steps} steps{end}", file=sys.stderr, flush=True)
     if killed is None:
         expect_a_good_end(start, occasion)
     return killed
@@ -280,6 +288,13 @@ def track(tracking: str, run_ids: dict[str, str], plot: str, accuracy: float) ->
     client.log_artifact(run_ids["interrupted"], plot)
 
 
+def beside_python(program: str) -> str:
+    """How to call a program of this Python's environment, which need not be on PATH."""
+    folder = os.path.dirname(os.path.abspath(sys.executable))
+    below = os.path.relpath(folder)
+    return os.path.join(folder if below.startswith(os.pardir) else below, program)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
@@ -303,7 +318,8 @@ def main() -> int:
     track(tracking, run_ids, plot, accuracy)
     with open(f"{work}/verdicts.json", "w", encoding="utf-8") as out:
         json.dump({name: passed for name, passed, _ in verdicts}, out, indent=1)
-    print(f"\nplot    {plot}\nmlflow  mlflow ui --backend-store-uri {tracking}")
+    browse = f"{beside_python('mlflow')} ui --backend-store-uri {tracking}"
+    print(f"\nplot    {plot}\nmlflow  {browse}")
     print(f"took    {time.monotonic() - began:.0f} s")
     return 0 if all(passed for _, passed, _ in verdicts) else 1
 

@@ -4,7 +4,7 @@ Copy this file and change the model, the paths and ``decode``. What makes the ru
 ``main``: ``AirCheckpointIO`` saves from every rank without stopping the training, and
 ``AirResume`` finds the newest complete checkpoint when the same command is started again.
 
-    python examples/digits.py --data /Volumes/demo/digits/images \
+    .venv/bin/python examples/digits.py --data /Volumes/demo/digits/images \
         --checkpoints /Volumes/demo/digits/checkpoints
 
 ``--data`` holds ``train/<class>/*.png`` and ``val/<class>/*.png``. ``make demo`` writes such a

@@ -1,6 +1,10 @@
 """A training loop in plain torch that resumes exactly: no Lightning, every step in sight.
 
-    torchrun --nproc-per-node 2 examples/plain_torch.py --data /Volumes/demo/digits/images/train
+    .venv/bin/torchrun --nproc-per-node 2 examples/plain_torch.py \\
+        --data /Volumes/demo/digits/images/train
+
+or, as a single process, ``.venv/bin/python examples/plain_torch.py --data ...``. The two count the
+ranks differently, so each needs ``--checkpoints`` of its own.
 
 The same command, started again after a kill, goes on from the newest complete checkpoint. Three
 things make that exact, beside weights and optimizer:
@@ -144,6 +148,14 @@ class Training:
         self.finish_save()
 
 
+def run_alone_without_torchrun() -> None:
+    """Makes this process the only rank, unless a launcher said which one it is."""
+    if "RANK" not in os.environ:
+        # Port 0: any that is free. Nobody else has to find it.
+        alone = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+        os.environ.update(alone)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="A plain torch loop that resumes exactly.")
     parser.add_argument("--data", default="/Volumes/demo/digits/images/train")
@@ -152,6 +164,7 @@ def main() -> None:
     parser.add_argument("--save-every", type=int, default=10, help="in steps")
     args = parser.parse_args()
     torch.set_num_threads(1)
+    run_alone_without_torchrun()
     dist.init_process_group(backend="gloo")  # with GPUs: "cpu:gloo,cuda:nccl"
     try:
         torch.manual_seed(1 + dist.get_rank())

@@ -2,14 +2,18 @@
 
 Tables for people, ``--json`` for programs. Exit codes: 0 yes or done, 1 no (none found, not
 sound), 2 wrong usage or argument, 3 storage cannot be reached. ``ls``, ``latest`` and ``prune``
-load no torch, so they start in a fraction of a second.
+load no torch, so they start in a fraction of a second. A reader that closes the pipe early
+(``| head``) changes neither the exit code nor prints an error.
 """
 
 import argparse
+import io
 import json
 import logging
+import os
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import redirect_stdout
 from dataclasses import asdict
 from datetime import datetime, timezone
 from typing import Any
@@ -34,15 +38,39 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     options = _parser().parse_args(arguments)
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
+    # Printed at the end: a BrokenPipeError on the way is then one of storage, not of the reader.
+    with redirect_stdout(io.StringIO()) as printed:
+        code = _run(options)
+    _print_all(printed.getvalue())
+    return code
+
+
+def _run(options: argparse.Namespace) -> int:
     command: Callable[[argparse.Namespace], int] = options.command
     try:
         return command(options)
     except InvalidArgumentError as error:
+        if isinstance(error.__cause__, ImportError):
+            return _fail(f"{error}{_extra(options.path)}", UNREACHABLE)
         return _fail(error, USAGE)
     except CheckpointError as error:
         return _fail(error, NO)
     except (OSError, AirError) as error:
         return _fail(error, UNREACHABLE)
+
+
+def _extra(path: str) -> str:
+    s3 = path.lower().startswith(("s3://", "s3a://"))
+    return " For s3:// there is an extra: pip install 'air-lightning[s3]'." if s3 else ""
+
+
+def _print_all(text: str) -> None:
+    try:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # What is left in the buffer goes nowhere: at exit Python flushes once more.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -119,6 +147,14 @@ def _prune(options: argparse.Namespace) -> int:
     if not options.json and removed:
         print("Would delete:" if options.dry_run else "Deleted:")
     _print_records(removed, options.json, empty="Nothing to delete.")
+    gone = {record.path for record in removed}
+    for record in catalog.list_checkpoints(options.path):
+        if not record.valid and record.path not in gone:
+            print(
+                f"Kept {record.path}: {record.reason}. No complete checkpoint is known to be "
+                "newer, so a run may still be writing it; if none is, delete it by hand.",
+                file=sys.stderr,
+            )
     return DONE
 
 
@@ -130,9 +166,11 @@ def _inspect(options: argparse.Namespace) -> int:
         print(json.dumps(found))
         return DONE
     summary = {key: value for key, value in found.items() if key not in ("entries", "versions")}
+    summary |= {"time": _time(found["time"]), "size": _bytes(found["size"])}
     summary |= {f"version of {name}": value for name, value in found["versions"].items()}
     for key, value in summary.items():
-        print(f"{key.replace('_', ' ')}: {'-' if value is None else value}")
+        label = "time (UTC)" if key == "time" else key.replace("_", " ")
+        print(f"{label}: {'-' if value is None else value}")
     rows = [
         (entry["name"], entry["kind"], _shape(entry["shape"]), _bytes(entry["size"]))
         for entry in found["entries"]
@@ -186,7 +224,7 @@ def _bytes(count: float) -> str:
     return f"{count:.1f} {_UNITS[-1]}"
 
 
-def _fail(error: Exception, code: int) -> int:
+def _fail(error: Exception | str, code: int) -> int:
     print(f"air-lightning: {error}", file=sys.stderr)
     return code
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -116,3 +117,55 @@ def test_listing_commands_load_no_torch(root: Path, command: list[str]) -> None:
     arguments = [sys.executable, "-c", program, command[0], str(root), *command[1:]]
     done = subprocess.run(arguments, capture_output=True, text=True, timeout=50, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_prune_says_why_a_torn_directory_stays(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A torn directory newer than any complete one is named with the reason it was kept."""
+    assert main(["prune", str(root), "--keep-last", "1", "--json"]) == 0
+    printed = capsys.readouterr()
+    assert [record["step"] for record in json.loads(printed.out)] == [1]
+    (line,) = printed.err.splitlines()
+    assert line.startswith(f"Kept {root}/step_3: ")
+    assert "may still be writing it" in line
+
+
+def test_inspect_prints_a_date(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The time is a date, as in ls; --json keeps the number."""
+    main(["inspect", str(root / "step_2")])
+    assert re.search(r"^time \(UTC\): \d{4}-\d\d-\d\d \d\d:\d\d:\d\d$", _out(capsys), re.MULTILINE)
+    main(["inspect", str(root / "step_2"), "--json"])
+    assert isinstance(json.loads(_out(capsys))["time"], float)
+
+
+def _out(capsys: pytest.CaptureFixture[str]) -> str:
+    return capsys.readouterr().out
+
+
+def test_a_reader_that_goes_away_is_no_error(root: Path) -> None:
+    """A reader that goes away leaves no message, and the exit code stays."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    program = "import sys; from air_lightning.cli import main; sys.exit(main(sys.argv[1:]))"
+    arguments = [sys.executable, "-c", program, "verify", str(root / "step_3"), "--json"]
+    done = subprocess.run(
+        arguments, stdout=writing, stderr=subprocess.PIPE, text=True, timeout=50, check=False
+    )
+    os.close(writing)
+    assert done.returncode == 1
+    assert "never completed" in done.stderr
+    assert "Broken" not in done.stderr
+
+
+def test_a_missing_back_end_names_the_extra() -> None:
+    """Without s3fs, an s3:// path gives exit code 3 and what to install."""
+    program = (
+        "import sys; sys.modules['s3fs'] = None; from air_lightning.cli import main;"
+        "sys.exit(main(['ls', 's3://bucket/checkpoints']))"
+    )
+    arguments = [sys.executable, "-c", program]
+    done = subprocess.run(arguments, capture_output=True, text=True, timeout=50, check=False)
+    assert done.returncode == 3
+    assert "pip install 'air-lightning[s3]'" in done.stderr
+    assert "Traceback" not in done.stderr

@@ -261,8 +261,9 @@ class AsyncSaver:
             rank, first = first_failure(cause, self._process_group)
         elif not self._no_dist:
             rank = dist.get_rank(self._process_group)
+        told = str(first).rstrip(".")
         return SaveFailedError(
-            f"Saving {self._target} failed on rank {rank}: {type(first).__name__}: {first}. "
+            f"Saving {self._target} failed on rank {rank}: {type(first).__name__}: {told}. "
             "It is not a checkpoint; the one before it still is. Free the cause and save again."
         )
 
