@@ -3,7 +3,9 @@
 import errno
 import itertools
 import os
+import shutil
 import subprocess
+import sys
 import threading
 from collections import Counter
 from pathlib import Path
@@ -247,9 +249,12 @@ def test_a_full_disk_evicts_and_at_last_reads_from_the_volume(volume, tmp_path, 
             assert lease.path.startswith(str(disk))
             assert Path(lease.path).read_bytes() == bytes([index]) * 400_000
             lease.close()
-        huge = cache.fetch(files[5])
-        assert huge.path == str(volume.directory / "huge")
-        assert "nothing is left to evict" in caplog.text
+        before = cached(disk)
+        for _ in range(3):
+            huge = cache.fetch(files[5])
+            assert huge.path == str(volume.directory / "huge")
+        assert cached(disk) == before
+        assert caplog.text.count(f"has no room for {volume.path}/huge (2097152 bytes)") == 1
         assert Path(held.path).read_bytes() == bytes(400_000)
         huge.close()
         held.close()
@@ -309,6 +314,98 @@ def test_what_a_killed_process_left_is_removed_by_the_next(tmp_path, monkeypatch
 def _make_private_and_be_killed() -> None:
     private_directory()
     os.kill(os.getpid(), 9)
+
+
+_BREAKS_OFF = """
+import sys
+from air_lightning import DataLoader, UCVolumeDataset
+dataset = UCVolumeDataset(sys.argv[1])
+for number, batch in enumerate(DataLoader(dataset, num_workers=int(sys.argv[2]), batch_size=4)):
+    if number == 2:
+        break
+"""
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_run_that_ends_in_the_middle_of_a_pass_leaves_no_cache(volume, tmp_path, num_workers):
+    """Workers and threads that still download at exit neither keep nor refill the cache."""
+    volume.write(300, size=200_000)
+    (tmp_path / "tmp").mkdir()
+    command = [sys.executable, "-W", "ignore", "-c", _BREAKS_OFF, volume.path, str(num_workers)]
+    environment = {**os.environ, "TMPDIR": str(tmp_path / "tmp")}
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr
+    assert "Traceback" not in ended.stderr
+    assert list((tmp_path / "tmp").glob("air-lightning-cache-*")) == []
+
+
+def test_a_late_writer_cannot_bring_a_removed_cache_back(volume, files, tmp_path, monkeypatch):
+    """A download that ends after the removal fails, and makes no directory."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "tmp"))
+    (tmp_path / "tmp").mkdir()
+    directory, remove = private_directory()
+    began, go_on = threading.Event(), threading.Event()
+    cache = FileCache(SlowStorage(open_storage(volume.path), began, go_on), directory, 0)
+    caught = []
+
+    def fetch():
+        try:
+            cache.fetch(files[0])
+        except OSError as error:
+            caught.append(error)
+
+    late = threading.Thread(target=fetch)
+    late.start()
+    assert began.wait(10)
+    remove()
+    go_on.set()
+    late.join(10)
+    assert len(caught) == 1
+    assert list((tmp_path / "tmp").iterdir()) == []
+
+
+def test_a_cache_without_an_owner_is_removed_once_it_is_old(tmp_path, monkeypatch):
+    """One that is a minute old is nobody's; a younger one may be about to get its owner."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    for name, age in (("old", 120), ("young", 0)):
+        left = tmp_path / f"air-lightning-cache-{name}"
+        (left / "key").mkdir(parents=True)
+        (left / "key" / "x.txt").write_text("x")
+        when = left.stat().st_mtime - age
+        os.utime(left, (when, when))
+    mine, remove = private_directory()
+    assert {path.name for path in tmp_path.iterdir()} == {
+        *("air-lightning-cache-young", Path(mine).name)
+    }
+    remove()
+
+
+def test_a_shared_directory_that_was_removed_is_made_again(volume, files, directory):
+    """The next file that is fetched lies in it."""
+    cache = FileCache(open_storage(volume.path), str(directory), 0, remake=True)
+    cache.fetch(files[0]).close()
+    shutil.rmtree(directory)
+    lease = cache.fetch(files[1])
+    assert Path(lease.path).read_bytes().startswith(b"0003")
+    lease.close()
+
+
+@pytest.mark.parametrize("remake", [False, True])
+def test_a_directory_that_is_removed_during_a_download_is_not_taken_for_a_vanished_file(
+    volume, files, directory, remake
+):
+    """A shared one is made again once; a private one stays removed, and the error says so."""
+
+    class RemovingStorage(LoggingStorage):
+        def download(self, info, destination):
+            shutil.rmtree(directory)
+            return self._storage.download(info, destination)
+
+    storage = RemovingStorage(open_storage(volume.path), None)
+    with pytest.raises(StorageError, match=r"was removed while it was in use.*cache_dir="):
+        FileCache(storage, str(directory), 0, remake=remake).fetch(files[0])
+    assert not directory.exists()
 
 
 @pytest.mark.parametrize("given", ["", "s3://b/k", "x\0y", 7, b"/x"])

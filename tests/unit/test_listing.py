@@ -67,7 +67,7 @@ def test_globs_are_on_segments_of_the_relative_path(pattern, matching):
     assert [name for name in names if compiled.fullmatch(name)] == matching
 
 
-@pytest.mark.parametrize("pattern", ["", "/x", 7, b"*.png"])
+@pytest.mark.parametrize("pattern", ["", "/x", 7, b"*.png", "[z-a]", "x/[9-0]/*"])
 def test_a_pattern_that_is_none_is_refused(pattern):
     """The error gives it, and an example of one."""
     with pytest.raises(InvalidArgumentError, match=r"pattern=.*\*\.png"):

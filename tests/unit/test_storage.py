@@ -3,6 +3,7 @@
 import errno
 import os
 import subprocess
+import time
 import uuid
 
 import pytest
@@ -16,6 +17,7 @@ from air_lightning.errors import (
 from air_lightning.volumes.base import Entry, FileInfo
 from air_lightning.volumes.retry import Retry, is_transient
 from air_lightning.volumes.storage import open_storage
+from air_lightning.volumes.walk import Walk
 
 
 @pytest.fixture(params=["volume", "file", "local", "memory"])
@@ -136,6 +138,120 @@ def test_links_to_directories_are_followed_but_not_in_circles(tmp_path):
     (tmp_path / "root" / "dangling").symlink_to(tmp_path / "nowhere")
     names = [info.name for info in open_storage(f"file://{tmp_path}/root").list_files()]
     assert names == ["linked/o.txt", "sub/s.txt"]
+
+
+def test_a_link_in_circles_is_left_out_like_a_dangling_one(tmp_path, caplog):
+    """A link to itself is no file and no directory, in both kinds of listing; it is logged."""
+    caplog.set_level("DEBUG", logger="air_lightning")
+    (tmp_path / "root").mkdir()
+    (tmp_path / "root" / "a.txt").write_text("a")
+    (tmp_path / "root" / "loop").symlink_to(tmp_path / "root" / "loop")
+    storage = open_storage(f"file://{tmp_path}/root")
+    assert [info.name for info in storage.list_files()] == ["a.txt"]
+    assert storage.list_dir() == [Entry("a.txt", False)]
+    assert caplog.text.count("leads in circles") == 2
+
+
+def test_each_real_directory_is_listed_once_however_many_links_lead_to_it(tmp_path):
+    """Directories that link to one another add their files once, always under the same names."""
+    for name in "abcdefgh":
+        (tmp_path / "other" / name).mkdir(parents=True)
+        (tmp_path / "other" / name / f"{name}.txt").write_text(name)
+        for target in "abcdefgh":
+            (tmp_path / "other" / name / f"to-{target}").symlink_to(tmp_path / "other" / target)
+    (tmp_path / "root" / "own").mkdir(parents=True)
+    (tmp_path / "root" / "own" / "o.txt").write_text("o")
+    (tmp_path / "root" / "again").symlink_to(tmp_path / "root" / "own")
+    (tmp_path / "root" / "z").symlink_to(tmp_path / "other" / "a")
+    (tmp_path / "root" / "y").symlink_to(tmp_path / "other" / "a")
+    storage = open_storage(f"file://{tmp_path}/root")
+    names = [info.name for info in storage.list_files()]
+    assert names == ["own/o.txt", "y/a.txt", *(f"y/to-{name}/{name}.txt" for name in "bcdefgh")]
+    assert [info.name for info in storage.list_files()] == names
+
+
+def test_a_link_into_a_hidden_directory_is_followed(tmp_path):
+    """What a dot-directory holds is not listed there, so a link to it is no repetition."""
+    (tmp_path / ".store" / "v1" / "sub").mkdir(parents=True)
+    (tmp_path / ".store" / "v1" / "sub" / "x.txt").write_text("x")
+    (tmp_path / "data").symlink_to(tmp_path / ".store" / "v1")
+    (tmp_path / "sub").symlink_to(tmp_path / ".store" / "v1" / "sub")
+    names = [info.name for info in open_storage(f"file://{tmp_path}").list_files()]
+    assert names == ["data/sub/x.txt"]
+
+
+def test_an_error_while_types_are_read_is_retried_and_then_translated(tmp_path):
+    """EIO on asking what an entry is costs a retry; one that stays ends as a StorageError."""
+    failures = [OSError(errno.EIO, "io")]
+    storage = open_storage(f"file://{tmp_path}", retry=Retry(first_delay_s=0.001, budget_s=0.01))
+    walk = Walk(storage._call)
+    entry = FailingEntry(failures * 2)
+    assert walk._is_dir(entry, "x") is True
+    with pytest.raises(StorageError, match="Could not stat .*still so after"):
+        walk._is_dir(FailingEntry(failures * 10_000), "x")
+
+
+class FailingEntry:
+    """A directory's entry whose type cannot be read until its errors are used up."""
+
+    def __init__(self, errors) -> None:
+        self._errors = list(errors)
+
+    def is_dir(self) -> bool:
+        if self._errors:
+            raise self._errors.pop()
+        return True
+
+
+def test_an_error_in_a_scan_ends_the_walk(tmp_path, monkeypatch):
+    """A directory that cannot be listed is the error of the whole listing."""
+    for number in range(50):
+        (tmp_path / f"{number}").mkdir()
+    scandir = os.scandir
+
+    def refuse(directory):
+        if str(directory).endswith("/7"):
+            raise PermissionError(errno.EACCES, "Permission denied")
+        return scandir(directory)
+
+    monkeypatch.setattr("os.scandir", refuse)
+    with pytest.raises(StorageError, match="Could not list .*/7.*Check the permissions"):
+        open_storage(f"file://{tmp_path}").list_files()
+
+
+@pytest.mark.timeout(120)
+def test_the_time_of_a_listing_grows_with_the_number_of_directories_not_its_square(tmp_path):
+    """Eight times as many directories take far less than 64 times as long."""
+
+    def seconds(count: int) -> float:
+        root = tmp_path / str(count)
+        for number in range(count):
+            (root / f"{number}").mkdir(parents=True)
+        storage = open_storage(f"file://{root}")
+        began = time.perf_counter()
+        assert storage.list_files() == []
+        return time.perf_counter() - began
+
+    small = seconds(1000)
+    assert seconds(8000) < 32 * max(small, 0.02)
+
+
+def test_folder_markers_of_an_object_store_are_no_files():
+    """Zero-byte keys that end in a slash, and entries of type directory, are left out."""
+    root = f"memory://{uuid.uuid4().hex}"
+    storage = open_storage(root)
+    storage.write_bytes("sub/a.txt", b"a")
+    base = storage._base
+    found = {
+        f"{base}/": {"name": f"{base}/", "size": 0, "type": "file"},
+        f"{base}/sub": {"name": f"{base}/sub", "size": 0, "type": "directory"},
+        f"{base}/sub/": {"name": f"{base}/sub/", "size": 0, "type": "file"},
+        f"{base}/sub/a.txt": {"name": f"{base}/sub/a.txt", "size": 1, "type": "file"},
+    }
+    storage._fs.find = lambda *_, **__: found
+    assert [info.name for info in storage.list_files()] == ["sub/a.txt"]
+    del storage._fs.find
+    storage.remove_tree()
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounting needs root")

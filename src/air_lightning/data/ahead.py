@@ -1,8 +1,9 @@
 """Read-ahead: the next files of one stream are downloaded while the last ones are used.
 
 Threads start in the process that iterates (threads do not survive a fork), as many as there are
-files to wait for. Files come out in order, and so do errors, each at its own file. A file that is
-in the cache already goes through no thread: handing it over would cost more than opening it.
+files to wait for, 64 at most. Files come out in order, and so do errors, each at its own file. A
+file that is in the cache already goes through no thread: handing it over would cost more than
+opening it.
 """
 
 import os
@@ -19,6 +20,8 @@ from air_lightning.data.listing import FileList
 from air_lightning.volumes.base import FileInfo
 
 MAX_BYTES = 1 << 30  # bytes of a stream's files that may be on their way at once
+MAX_DEPTH = 1024  # files; each one that is ahead takes a file descriptor
+_MAX_THREADS = 64
 _JOIN_S = 5.0
 
 _Task = tuple["Future[Lease]", Callable[[], Lease]]
@@ -57,7 +60,7 @@ class ReadAhead:
         self._max_bytes = max_bytes
         self._ahead: deque[_Ahead] = deque()
         self._bytes = 0
-        self._pool = _Pool(depth)
+        self._pool = _Pool(min(depth, _MAX_THREADS))
         self._pid = os.getpid()
 
     def take(self) -> Lease:

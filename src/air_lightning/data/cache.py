@@ -8,21 +8,27 @@ A file's way into the cache::
     download      into the locked <key>.part; the size is checked
     publish       rename to <key>/<relative path>; the lock goes with the inode, and turns shared
 
-A full disk evicts and tries again, and at last the file is read where it lies on the volume.
+A full disk evicts and tries again, and at last the file is read where it lies on the volume; at
+once where it is larger than the whole disk.
 
 What a process holds locked (a Lease) nobody evicts: what was just yielded, what was read ahead,
 what is being downloaded. The locks are the kernel's: they end with their process, however it ends.
 """
 
 import contextlib
+import errno
 import fcntl
 import hashlib
 import logging
 import os
 import time
+import weakref
+from collections.abc import Callable
+from typing import NoReturn
 
 from air_lightning.data.eviction import Evictor, free_bytes
-from air_lightning.errors import StorageError
+from air_lightning.data.scratch import private_directory, shared_directory
+from air_lightning.errors import FileVanishedError, StorageError
 from air_lightning.volumes import path as volume_path
 from air_lightning.volumes.base import FULL_DISK, FileInfo, Storage
 
@@ -58,16 +64,35 @@ class FileCache:
         storage: Where the files come from.
         directory: An existing directory on local disk that can be written.
         min_free_bytes: Free disk to keep, by evicting; None for the environment's, else a tenth.
+        remake: Whether to make the directory again where it was removed. Not a private one: it goes
+            when its process ends, and what still writes then must not bring it back.
     """
 
-    def __init__(self, storage: Storage, directory: str, min_free_bytes: int | None = None) -> None:
+    def __init__(
+        self,
+        storage: Storage,
+        directory: str,
+        min_free_bytes: int | None = None,
+        *,
+        remake: bool = False,
+    ) -> None:
         self._storage = storage
         self._directory = directory
+        self._remake = remake
+        self._told_full = False
         self._evictor = Evictor(directory, min_free_bytes)
         self._hash = hashlib.blake2b(_encode(storage.root), digest_size=12)
 
     def __deepcopy__(self, memo: object) -> "FileCache":
         return self  # a copy of a dataset shares its cache, which goes with the last of them
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "A UCVolumeDataset was to be pickled, and its cache and position belong to this "
+            'process; wanted are forked workers (multiprocessing_context="fork", the default '
+            "here), or a dataset made anew in the other process from the same arguments, with "
+            "load_state_dict()."
+        )
 
     def place(self, info: FileInfo) -> str:
         """Where a file lies once it is here. Its relative path is kept: labels are read off it."""
@@ -85,17 +110,48 @@ class FileCache:
                 could be read from instead.
         """
         place = place or self.place(info)
+        remade = False
         while True:
             try:
-                lease = lease_if_whole(place, info.size) or self._download(info, place)
-            except OSError as error:
-                if isinstance(error, StorageError) or error.errno not in FULL_DISK:
+                lease = self._fetch_once(info, place)
+            except (FileNotFoundError, FileVanishedError) as error:
+                # A download cannot tell whether what is missing is the file or where it is to go.
+                if isinstance(error, FileVanishedError) and os.path.isdir(self._directory):
                     raise
-                if not self._evictor.free_up(info.size):
-                    return self._read_through(info, error)
+                if remade or not self._is_remade():
+                    raise self._removed(error) from error
+                remade = True
                 continue
             if lease is not None:
                 return lease
+
+    def _fetch_once(self, info: FileInfo, place: str) -> Lease | None:
+        """Have a file here; None: look again."""
+        try:
+            lease = lease_if_whole(place, info.size)
+            if lease is None and not self._evictor.could_hold(info.size):
+                return self._read_through(info, None)
+            return lease or self._download(info, place)
+        except OSError as error:
+            if isinstance(error, StorageError) or error.errno not in FULL_DISK:
+                raise
+            if not self._evictor.free_up(info.size):
+                return self._read_through(info, error)
+            return None
+
+    def _is_remade(self) -> bool:
+        if self._remake:
+            with contextlib.suppress(OSError):
+                os.makedirs(self._directory, exist_ok=True)
+        return os.path.isdir(self._directory)
+
+    def _removed(self, error: OSError) -> StorageError:
+        ours = StorageError(
+            f"The cache directory {self._directory} was removed while it was in use. Leave it in "
+            "place while a run lasts, or pass a cache_dir= that nothing cleans up, and run again."
+        )
+        ours.errno = error.errno
+        return ours
 
     def _key(self, info: FileInfo) -> str:
         digest = self._hash.copy()
@@ -133,24 +189,43 @@ class FileCache:
         fcntl.flock(descriptor, fcntl.LOCK_SH)
         return Lease(place, descriptor)
 
-    def _read_through(self, info: FileInfo, error: OSError) -> Lease:
+    def _read_through(self, info: FileInfo, error: OSError | None) -> Lease:
         """The file where it lies on the volume, when the disk has no room for it."""
         directory = volume_path.local_dir(self._storage.root)
+        path = volume_path.join(self._storage.root, info.name)
         if directory is None:
             ours = StorageError(
                 f"The disk of the cache {self._directory} is full ({free_bytes(self._directory)} "
-                f"bytes free, nothing left to evict), and "
-                f"{volume_path.join(self._storage.root, info.name)} needs {info.size} bytes. Free "
-                "disk, or pass a cache_dir= on a larger one."
+                f"bytes free, nothing left to evict that would do), and {path} needs {info.size} "
+                "bytes. Free disk, or pass a cache_dir= on a larger one."
             )
-            ours.errno = error.errno
+            ours.errno = errno.ENOSPC if error is None else error.errno
             raise ours from error
-        _logger.warning(
-            "The disk of the cache %s is full and nothing is left to evict: reading %s (%d bytes) "
-            "from the volume itself. Pass a cache_dir= on a larger disk.",
-            *(self._directory, info.name, info.size),
+        _logger.log(
+            logging.DEBUG if self._told_full else logging.WARNING,
+            "The disk of the cache %s has no room for %s (%d bytes), whatever is evicted: reading "
+            "it from the volume itself. Pass a cache_dir= on a larger disk. Further files of this "
+            "dataset are logged at level DEBUG.",
+            *(self._directory, path, info.size),
         )
+        self._told_full = True
         return Lease(f"{directory}/{info.name}")
+
+
+def open_cache(
+    storage: Storage, cache_dir: str | os.PathLike[str] | None, min_free_bytes: int | None
+) -> tuple[FileCache, Callable[[], object]]:
+    """A cache, and what removes its directory at once if it is a private one."""
+    if cache_dir is not None:
+        directory = shared_directory(cache_dir)
+        return FileCache(storage, directory, min_free_bytes, remake=True), lambda: None
+    directory, remove = private_directory()
+    try:
+        cache = FileCache(storage, directory, min_free_bytes)
+    except BaseException:
+        remove()
+        raise
+    return cache, weakref.finalize(cache, remove)
 
 
 def lease_if_whole(place: str, size: int) -> Lease | None:
@@ -175,7 +250,7 @@ def lease_if_whole(place: str, size: int) -> Lease | None:
 def _publish(part: str, place: str) -> None:
     while True:
         try:
-            os.makedirs(os.path.dirname(place), exist_ok=True)
+            _make_directories(os.path.dirname(part), os.path.dirname(place))
             os.replace(part, place)
         except FileNotFoundError:  # noqa: PERF203 - as often as it is tried, which is once
             # An evictor removed the still empty directory, or else the part is gone.
@@ -183,6 +258,15 @@ def _publish(part: str, place: str) -> None:
                 raise
         else:
             return
+
+
+def _make_directories(cache: str, directory: str) -> None:
+    """Make a directory in the cache, but never the cache: one that was removed stays removed."""
+    made = cache
+    for segment in directory[len(cache) + 1 :].split("/"):
+        made = f"{made}/{segment}"
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(made)
 
 
 def _lock_or_wait(descriptor: int) -> bool:

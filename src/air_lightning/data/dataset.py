@@ -14,17 +14,15 @@ as the first.
 
 import logging
 import os
-import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar, get_args
 
 from torch.utils.data import IterableDataset
 
-from air_lightning.data.ahead import ReadAhead
-from air_lightning.data.cache import FileCache, Lease
+from air_lightning.data.ahead import MAX_DEPTH, ReadAhead
+from air_lightning.data.cache import Lease, open_cache
 from air_lightning.data.listing import compile_pattern, take_listing
 from air_lightning.data.position import Order, Position, from_state, to_state
-from air_lightning.data.scratch import private_directory, shared_directory
 from air_lightning.data.stream import (
     Grid,
     Indices,
@@ -34,6 +32,7 @@ from air_lightning.data.stream import (
     slice_indices,
     slice_length,
 )
+from air_lightning.data.substitutes import substitutes
 from air_lightning.errors import EmptyVolumeError, InvalidArgumentError, StorageError
 from air_lightning.volumes import path as volume_path
 from air_lightning.volumes.storage import open_storage
@@ -43,8 +42,6 @@ if TYPE_CHECKING:
 
 _logger = logging.getLogger("air_lightning")
 _T = TypeVar("_T")
-
-_SUBSTITUTES = 16  # files tried in place of a bad one before the volume itself is thought bad
 
 
 class UCVolumeDataset(IterableDataset[str]):
@@ -64,7 +61,7 @@ class UCVolumeDataset(IterableDataset[str]):
             files out, ``"keep"`` does neither: then ranks may differ by a file per worker.
         on_error: ``"skip"`` puts a good file of the same stream in place of a bad one, logs it and
             counts it in ``skipped``; the number of items does not change. ``"raise"`` raises.
-        read_ahead: How many files each worker downloads ahead.
+        read_ahead: How many files each worker downloads ahead, 1024 at most.
         min_free_bytes: Free disk to keep by evicting downloaded files; by default
             ``SGC_FSLAYER_MIN_FREE_DISK_BYTES``, else a tenth of the cache's file system.
         storage_options: For fsspec URLs, passed to the file system.
@@ -97,6 +94,7 @@ class UCVolumeDataset(IterableDataset[str]):
     ) -> None:
         self.path = volume_path.normalize(path)
         _check_options(shuffle, seed, uneven, on_error, read_ahead)
+        _check_storage_options(storage_options)
         if pattern is not None:
             compile_pattern(pattern)
         self.seed = seed
@@ -105,13 +103,12 @@ class UCVolumeDataset(IterableDataset[str]):
         self._on_error = on_error
         self._read_ahead = read_ahead
         storage = open_storage(self.path, storage_options=storage_options)
-        directory, remove = (
-            private_directory() if cache_dir is None else (shared_directory(cache_dir), None)
-        )
-        self._cache = FileCache(storage, directory, min_free_bytes)
-        if remove is not None:
-            weakref.finalize(self._cache, remove)
-        self._files = take_listing(storage, pattern)
+        self._cache, discard = open_cache(storage, cache_dir, min_free_bytes)
+        try:
+            self._files = take_listing(storage, pattern)
+        except BaseException:
+            discard()
+            raise
         self._file_list_state = {"count": len(self._files), "fingerprint": self._files.fingerprint}
         self._epoch = 0
         self._asked_epoch: int | None = None
@@ -244,28 +241,30 @@ class UCVolumeDataset(IterableDataset[str]):
                 raise
             return self._substitute(current, transform, self._name(current, place), error)
         try:
-            return lease, _transformed(lease, transform)
+            found = lease, _transformed(lease, transform)
         except Exception as error:
             name = self._name(current, place)
             if self._on_error == "raise":
                 _add_note(error, f"The file is {name}.")
                 raise
             return self._substitute(current, transform, name, error)
+        current.good = place
+        return found
 
     def _substitute(
         self, current: "_Pass", transform: Callable[[str], _T], bad: str, error: Exception
     ) -> tuple[Lease, _T]:
-        """A good file of the same stream: the next one that is, then the last one that was."""
-        place = current.delivered
-        later = range(place + 1, len(current.indices))
-        others = [*later[:_SUBSTITUTES], *range(place - 1, -1, -1)][:_SUBSTITUTES]
-        for other in others:
+        """A good file of the same stream: one after it, or the last good one, or another."""
+        tried = 0
+        for other in substitutes(current.delivered, len(current.indices), current.good):
+            tried += 1
             try:
                 lease = self._cache.fetch(self._files[int(current.indices[other])])
                 found = lease, _transformed(lease, transform)
-            except Exception as also:  # noqa: BLE001, PERF203 - whatever a user's decoder raises
+            except Exception as also:  # noqa: BLE001 - whatever a user's decoder raises
                 _logger.debug("Nor can %s be used: %s", self._name(current, other), also)
             else:
+                current.good = other
                 self.skipped += 1
                 _logger.warning(
                     "Skipped the bad file %s (%s: %s) and took %s in its place; %d skipped so far",
@@ -274,7 +273,7 @@ class UCVolumeDataset(IterableDataset[str]):
                 return found
         raise StorageError(
             f"{bad} cannot be used ({type(error).__name__}: {error}), nor can any of the "
-            f"{len(others)} other files of its stream that were tried in its place. Check the "
+            f"{tried} other files of its stream that were tried in its place. Check the "
             "volume, and the function given to map()."
         ) from error
 
@@ -283,13 +282,18 @@ class UCVolumeDataset(IterableDataset[str]):
 
 
 class _Pass:
-    """One pass of one stream; ``delivered`` counts from the epoch's start."""
+    """One pass of one stream; ``delivered`` counts from the epoch's start.
+
+    Attributes:
+        good: The place of the file that was delivered last, None before the first one.
+    """
 
     def __init__(self, epoch: int, delivered: int, indices: Indices) -> None:
         self.epoch = epoch
         self.delivered = delivered
         self.indices = indices
         self.ended = False
+        self.good: int | None = None
 
 
 def _transformed(lease: Lease, transform: Callable[[str], _T]) -> _T:
@@ -308,7 +312,11 @@ def _add_note(error: Exception, note: str) -> None:
 
 
 def _check_options(
-    shuffle: object, seed: object, uneven: object, on_error: object, read_ahead: object
+    shuffle: object,
+    seed: object,
+    uneven: object,
+    on_error: object,
+    read_ahead: object,
 ) -> None:
     choices = {"shuffle": (False, True), "uneven": get_args(Uneven), "on_error": ("raise", "skip")}
     given = {"shuffle": shuffle, "uneven": uneven, "on_error": on_error}
@@ -318,7 +326,20 @@ def _check_options(
             raise InvalidArgumentError(f"{option}={given[option]!r} was given; wanted: {names}.")
     if type(seed) is not int:
         raise InvalidArgumentError(f"seed={seed!r} was given; wanted is an int.")
-    if type(read_ahead) is not int or read_ahead < 0:
+    if type(read_ahead) is not int or not 0 <= read_ahead <= MAX_DEPTH:
         raise InvalidArgumentError(
-            f"read_ahead={read_ahead!r} was given; wanted is a number of files, 0 for none."
+            f"read_ahead={read_ahead!r} was given; wanted is a number of files, from 0 for none to "
+            f"{MAX_DEPTH}."
+        )
+
+
+def _check_storage_options(storage_options: object) -> None:
+    if storage_options is not None and not (
+        isinstance(storage_options, Mapping)
+        and all(isinstance(key, str) for key in storage_options)
+    ):
+        # Not its value: it may hold a secret.
+        raise InvalidArgumentError(
+            f"storage_options of type {type(storage_options).__name__} was given; wanted is a dict "
+            'of options of the file system by name, as {"anon": True}.'
         )

@@ -39,6 +39,11 @@ class Evictor:
         self.min_free_bytes = _min_free(directory, min_free_bytes)
         self._candidates: deque[str] = deque()
 
+    def could_hold(self, size: int) -> bool:
+        """Whether the disk would have room for ``size`` bytes if nothing else was on it."""
+        status = os.statvfs(self._directory)
+        return size <= status.f_blocks * status.f_frsize
+
     def make_room(self, size: int) -> None:
         """Evict until ``size`` bytes more leave the free share, or nothing can go."""
         wanted = self.min_free_bytes + size

@@ -81,7 +81,8 @@ def compile_pattern(pattern: str) -> re.Pattern[str]:
     without a slash is about the file's own name, at any depth.
 
     Raises:
-        InvalidArgumentError: It is not a str, is empty, or starts with a slash.
+        InvalidArgumentError: It is not a str, is empty, starts with a slash, or has a range that
+            runs backwards.
     """
     if not isinstance(pattern, str) or not pattern or pattern.startswith("/"):
         raise InvalidArgumentError(
@@ -91,7 +92,13 @@ def compile_pattern(pattern: str) -> re.Pattern[str]:
     segments = pattern.split("/") if "/" in pattern else ["**", pattern]
     parts = [_segment(segment) for segment in segments[:-1]]
     last = "(?:[^/]+/)*[^/]+" if segments[-1] == "**" else _translate(segments[-1])
-    return re.compile("".join(parts) + last, re.DOTALL)
+    try:
+        return re.compile("".join(parts) + last, re.DOTALL)
+    except re.error as error:
+        raise InvalidArgumentError(
+            f"pattern={pattern!r} was given, which is no glob ({error.msg}); wanted is one as "
+            '"*.png" or "[a-f]*.png", with ranges from the lower to the higher character.'
+        ) from error
 
 
 def _segment(segment: str) -> str:

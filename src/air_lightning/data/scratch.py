@@ -4,13 +4,18 @@ A private directory goes with its dataset, and only in the process that made it:
 that ends must not take the cache from the others. What a killed process left behind is removed by
 the next one: an owner lock, which the kernel drops when the last process that had it is gone, says
 what is left behind.
+
+A directory is renamed before it is deleted: workers and threads that still write find nothing at
+its old path, so none of them can fill it again. Its owner file goes last.
 """
 
 import contextlib
 import fcntl
 import os
+import secrets
 import shutil
 import tempfile
+import time
 from collections.abc import Callable
 
 from air_lightning.errors import InvalidArgumentError, StorageError
@@ -18,6 +23,8 @@ from air_lightning.volumes import path as volume_path
 
 _PREFIX = "air-lightning-cache-"
 _OWNER = ".owner"
+_ATTEMPTS = 3  # to delete a directory into which something was just put
+_UNOWNED_S = 60.0  # after which a directory without an owner file is nobody's
 
 
 def private_directory() -> tuple[str, Callable[[], None]]:
@@ -82,8 +89,35 @@ def _own(directory: str) -> int:
 
 def _remove(directory: str, descriptor: int, pid: int) -> None:
     if os.getpid() == pid:
-        shutil.rmtree(directory, ignore_errors=True)
+        _delete(directory)
         os.close(descriptor)
+
+
+def _delete(directory: str) -> None:
+    """Take a directory away from those that still write, and delete it as far as that works."""
+    gone = f"{directory}.gone-{secrets.token_hex(4)}"
+    try:
+        os.rename(directory, gone)
+    except OSError:
+        gone = directory
+    for _ in range(_ATTEMPTS):
+        with contextlib.suppress(OSError):
+            _delete_once(gone)
+            return
+
+
+def _delete_once(directory: str) -> None:
+    """Delete everything but the owner file, then that: what is left halfway is still owned."""
+    with os.scandir(directory) as entries:
+        others = [entry for entry in entries if entry.name != _OWNER]
+    for entry in others:
+        if entry.is_dir(follow_symlinks=False):
+            shutil.rmtree(entry.path)
+        else:
+            os.unlink(entry.path)
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(f"{directory}/{_OWNER}")
+    os.rmdir(directory)
 
 
 def _remove_abandoned(base: str) -> None:
@@ -91,12 +125,21 @@ def _remove_abandoned(base: str) -> None:
         names = [entry.name for entry in entries if entry.name.startswith(_PREFIX)]
     for name in names:
         with contextlib.suppress(OSError):  # another user's, in use, or just removed by another
-            descriptor = os.open(f"{base}/{name}/{_OWNER}", os.O_RDWR | os.O_CLOEXEC)
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(f"{base}/{name}", ignore_errors=True)
-            finally:
-                os.close(descriptor)
+            _remove_if_abandoned(f"{base}/{name}")
+
+
+def _remove_if_abandoned(directory: str) -> None:
+    try:
+        descriptor = os.open(f"{directory}/{_OWNER}", os.O_RDWR | os.O_CLOEXEC)
+    except FileNotFoundError:
+        if time.time() - os.stat(directory).st_mtime > _UNOWNED_S:
+            _delete(directory)
+        return
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        _delete(directory)
+    finally:
+        os.close(descriptor)
 
 
 def _unusable(what: str, error: OSError) -> StorageError:

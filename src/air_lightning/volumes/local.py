@@ -20,7 +20,7 @@ from air_lightning.volumes import path as volume_path
 from air_lightning.volumes.base import Entry, FileInfo
 from air_lightning.volumes.reader import RetryingReader
 from air_lightning.volumes.retry import Retry, is_kept, translate
-from air_lightning.volumes.walk import Walk
+from air_lightning.volumes.walk import Walk, is_circular
 
 _logger = logging.getLogger("air_lightning")
 _T = TypeVar("_T")
@@ -57,7 +57,8 @@ class LocalStorage:
 
         def scan() -> list[Entry]:
             with os.scandir(self._local(name)) as found:
-                return sorted(Entry(entry.name, entry.is_dir()) for entry in found)
+                listed = [(entry.name, _is_dir(entry)) for entry in found]
+            return sorted(Entry(name, is_dir) for name, is_dir in listed if is_dir is not None)
 
         return self._call("list", name, scan)
 
@@ -223,6 +224,16 @@ class _NamedFile(io.FileIO):
                 error.filename = self._visible
                 raise
             raise translate("write", self._visible, error) from error
+
+
+def _is_dir(entry: os.DirEntry[str]) -> bool | None:
+    """Whether it is a directory; None for a link that leads in circles."""
+    try:
+        return entry.is_dir()
+    except OSError as error:
+        if is_circular(error):
+            return None
+        raise
 
 
 def _chunks(file: io.FileIO, length: int | None) -> Iterator[bytes]:

@@ -65,9 +65,10 @@ class FsspecStorage:
         found = self._call("list", "", lambda: self._fresh().find(self._base, detail=True))
         if not found and not self.exists(""):
             raise FileNotFoundError(f"{self.root} does not exist")
-        if list(found) == [self._base]:
+        listed = {path: info for path, info in found.items() if not _is_marker(path, info)}
+        if list(listed) == [self._base]:
             raise not_a_directory(self.root)
-        files = [self._info(path, info) for path, info in found.items()]
+        files = [self._info(path, info) for path, info in listed.items()]
         kept = [info for info in files if not _is_hidden(info.name)]
         return sorted(kept, key=lambda info: os.fsencode(info.name))
 
@@ -216,6 +217,11 @@ def _open_fs(root: str, options: Mapping[str, Any]) -> Any:
         ) from error
     except OSError as error:
         raise StorageError(f"Could not open {root}: {error}. Check storage_options.") from error
+
+
+def _is_marker(path: str, info: Mapping[str, Any]) -> bool:
+    """Whether a key stands for a folder, as consoles of object stores write them: no file."""
+    return path.endswith("/") or info.get("type") == "directory"
 
 
 def _is_hidden(name: str) -> bool:
