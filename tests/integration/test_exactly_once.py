@@ -212,6 +212,61 @@ def test_a_changed_volume_is_refused_in_the_middle_of_an_epoch_only(volume):
     assert numbers(grown) == EACH_ONCE + Counter([999])
 
 
+def test_a_state_whose_epochs_differ_is_refused(volume):
+    """A state that names another epoch than its workers' states do is refused with both."""
+    loader = fresh_loader(2)
+    next(iter(loader))
+    with pytest.raises(StateError, match=r"epoch=3.*epoch 0"):
+        fresh_loader(2).load_state_dict({**loader.state_dict(), "epoch": 3})
+
+
+class Wrapper(torch.utils.data.IterableDataset):
+    """Decodes the paths of a dataset, and hands its state on; it knows nothing of epochs."""
+
+    def __init__(self):
+        self._paths = UCVolumeDataset(VOLUME, shuffle=True)
+
+    def __iter__(self):
+        return (int(Path(path).read_text()) for path in self._paths)
+
+    def state_dict(self):
+        return self._paths.state_dict()
+
+    def load_state_dict(self, state_dict):
+        self._paths.load_state_dict(state_dict)
+
+
+@pytest.mark.parametrize(
+    "options", [{"batch_size": 5}, {"batch_size": 8}, {"batch_size": 8, "drop_last": True}]
+)
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_wrapper_that_only_hands_the_state_on_resumes_exactly(volume, num_workers, options):
+    """Every state of two epochs of such a wrapper resumes with the batches that came next."""
+    for extra in range(20, FILES):
+        (volume / f"part{extra % 3}" / f"{extra:03}.txt").unlink()
+    options = {"collate_fn": list, **options}
+
+    def fresh():
+        return DataLoader(Wrapper(), num_workers=num_workers, **options)
+
+    loader = fresh()
+    states, batches = [loader.state_dict()], []
+    for _ in range(3):
+        for batch in loader:
+            batches.append(batch)
+            states.append(json.loads(json.dumps(loader.state_dict())))
+    if "drop_last" not in options:
+        first = [i for batch in batches[: len(batches) // 3] for i in batch]
+        assert sorted(first) == list(range(20))
+    for done, state in enumerate(states[: len(states) * 2 // 3 + 1]):
+        resumed = fresh()
+        resumed.load_state_dict(state)
+        seen = []
+        while len(seen) < len(batches) - done:
+            seen += list(resumed)
+        assert seen == batches[done:], f"resumed after batch {done}"
+
+
 def test_a_file_that_cannot_be_decoded_is_raised_and_the_run_can_go_on(volume):
     """A decode error reaches the training process, and the state is still the last batch's."""
     (volume / "part0" / "021.txt").write_text("not a number")

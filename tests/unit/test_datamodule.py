@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from air_lightning import AirDataModule, EmptyVolumeError, InvalidArgumentError, InvalidPathError
@@ -79,10 +80,58 @@ def test_a_path_that_is_none(path: str) -> None:
         AirDataModule(train=path)
 
 
-def test_a_batch_size_that_is_none(texts: str) -> None:
-    """batch_size=0 is refused with the value given."""
-    with pytest.raises(InvalidArgumentError, match="batch_size=0"):
-        AirDataModule(train=texts, batch_size=0)
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("batch_size", 0),
+        ("batch_size", None),
+        ("batch_size", True),
+        ("batch_size", 2.0),
+        ("uneven", "cut"),
+        ("uneven", []),
+        ("on_error", "ignore"),
+        ("seed", "1"),
+        ("seed", True),
+        ("shuffle", "yes"),
+        ("drop_last", 1),
+        ("pin_memory", None),
+        ("num_workers", -2),
+        ("num_workers", True),
+        ("prefetch_factor", 0),
+        ("pattern", 5),
+        ("pattern", ""),
+        ("cache_dir", 5),
+        ("cache_dir", ""),
+        ("decode", "function"),
+        ("storage_options", "anon"),
+    ],
+)
+def test_an_option_that_cannot_work(texts: str, option: str, value: object) -> None:
+    """An option that cannot work is refused when the module is made, with the value given."""
+    with pytest.raises(InvalidArgumentError, match=option) as caught:
+        AirDataModule(train=texts, **{option: value})
+    assert repr(value) in str(caught.value)
+
+
+def test_numpys_whole_numbers(texts: str) -> None:
+    """NumPy's integers are taken where an int is wanted."""
+    number = np.int64(2)
+    module = AirDataModule(
+        train=texts, batch_size=number, seed=number, num_workers=np.int64(0), decode=read
+    )
+    assert type(module.seed) is type(module.batch_size) is int
+    assert module.train_dataset().seed == 2
+
+
+def test_a_reloaded_loader_has_the_same_list_and_cache(texts: str, volume: Volume) -> None:
+    """Every loader of a stage begins anew, and downloads and lists nothing a second time."""
+    module = AirDataModule(train=texts, pattern="*.txt", num_workers=0)
+    first = [batch[0] for batch in module.train_dataloader()]
+    for number in range(4):
+        (volume.directory / f"{number}.txt").unlink()
+    again = module.train_dataloader()
+    assert again.epoch == 0
+    assert [batch[0] for batch in again] == first
 
 
 def test_an_empty_stage(texts: str) -> None:

@@ -196,11 +196,20 @@ def test_bad_arguments_are_value_errors_that_name_them(options, message):
         DataLoader(Plain(), **options)
 
 
-@pytest.mark.parametrize("epoch", [-1, 1.0, "1", None])
+@pytest.mark.parametrize("epoch", [-1, 1.0, "1", None, True, 2**63])
 def test_set_epoch_wants_a_count(epoch):
     """set_epoch refuses what is not a whole number from 0."""
     with pytest.raises(InvalidArgumentError, match="set_epoch"):
         loader_of(Numbers(3)).set_epoch(epoch)
+
+
+def test_numpys_whole_numbers_are_whole_numbers():
+    """num_workers, prefetch_factor and set_epoch take NumPy's integers."""
+    loader = DataLoader(Numbers(3), num_workers=np.int64(1), prefetch_factor=np.int32(2))
+    assert (loader.num_workers, loader.prefetch_factor) == (1, 2)
+    loader.set_epoch(np.int64(4))
+    assert type(loader.epoch) is int
+    assert json.dumps(loader.state_dict())
 
 
 # ---- a drop-in
@@ -438,6 +447,25 @@ def test_set_epoch_decides_the_next_pass(workers):
     assert {i // 1000 for batch in loader for i in batch} == {4}
 
 
+def test_the_state_says_which_epoch_was_asked_for():
+    """After set_epoch, the state is that epoch's start, unless the pass before goes on."""
+    loader = loader_of(Numbers(12))
+    loader.set_epoch(5)
+    state = loader.state_dict()
+    assert (state["epoch"], state["batches"]) == (5, 0)
+    resumed = loader_of(Numbers(12))
+    resumed.load_state_dict(state)
+    assert list(resumed) == list(loader)
+    iterator = iter(loader)
+    next(iterator)
+    loader.set_epoch(9)
+    assert loader.state_dict()["epoch"] == 9
+    next(iterator)
+    assert (loader.state_dict()["epoch"], loader.state_dict()["batches"]) == (6, 2)
+    list(iterator)
+    assert loader.state_dict()["epoch"] == 9
+
+
 # ---- state
 
 
@@ -583,6 +611,79 @@ def test_a_dataset_without_length_or_epochs_never_gives_an_empty_epoch(workers):
         assert list(resumed) == [[0, 1, 2], [3, 4, 5]]
 
 
+class Counting(Shards):
+    """Counts its epochs itself, shuffles by them, and cannot be told the epoch."""
+
+    def __init__(self, n: int) -> None:
+        super().__init__([])
+        self.n, self._epoch, self._given = n, 0, 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"epoch": self._epoch, "given": self._given}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._epoch, self._given = state_dict["epoch"], state_dict["given"]
+
+    def __iter__(self) -> Iterator[int]:
+        grid = current_grid()
+        order = random.Random(self._epoch).sample(range(self.n), self.n)
+        mine = order[grid.slot :: grid.slots]
+        for i in mine[self._given :]:
+            self._given += 1
+            yield 1000 * self._epoch + i
+        self._epoch, self._given = self._epoch + 1, 0
+
+
+def uneven_shards() -> Shards:
+    """Four shards of seven, as no batch of three divides them."""
+    return Shards([[100 * shard + i for i in range(7)] for shard in range(4)])
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize("fresh", [uneven_shards, lambda: Counting(12), lambda: Counting(14)])
+def test_every_state_of_every_kind_of_dataset_resumes_with_the_next_batch(
+    fresh, workers, drop_last
+):
+    """A state after any batch of three epochs resumes with the batches that came after it."""
+    if drop_last and fresh is uneven_shards:
+        pytest.skip("no state of a dataset without epochs tells that only a dropped rest is left")
+    options = {"num_workers": workers, "batch_size": 3, "drop_last": drop_last}
+    loader = loader_of(fresh(), **options)
+    states, batches = [loader.state_dict()], []
+    for _ in range(3):
+        for batch in loader:
+            batches.append(batch)
+            states.append(through_json(loader.state_dict()))
+    for done, state in enumerate(states[:-1]):
+        resumed = loader_of(fresh(), **options)
+        resumed.load_state_dict(state)
+        seen: list[Any] = []
+        while len(seen) < len(batches) - done:
+            seen += list(resumed)
+        assert seen == batches[done:], f"resumed after batch {done}"
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_new_workers_of_a_dataset_that_counts_epochs_itself_learn_the_epoch(workers):
+    """When a worker was killed, the next pass's new workers go on with the epoch that is due."""
+    loader = loader_of(Counting(20), num_workers=workers)
+    list(loader)
+    os.kill(loader._iterator._workers[0].pid, signal.SIGKILL)
+    loader._iterator._workers[0].join()
+    assert sorted(i for batch in loader for i in batch) == list(range(1000, 1020))
+
+
+@pytest.mark.parametrize("workers", [0, 1, 2])
+def test_a_partial_last_batch_ends_the_epoch_of_a_dataset_without_length(workers):
+    """The state after a last batch that fell short is the next epoch's start, nothing repeated."""
+    loader = loader_of(uneven_shards(), num_workers=workers)
+    state = None
+    for _ in loader:
+        state = loader.state_dict()
+    assert (state["epoch"], state["batches"], state["workers"]) == (1, 0, {})
+
+
 def test_loading_into_a_loader_in_use_replaces_its_workers():
     """load_state_dict in the middle of a pass goes back to the state, with new workers."""
     loader = loader_of(Numbers(60), num_workers=2)
@@ -635,6 +736,14 @@ def test_another_batch_size_warns_and_goes_on_with_the_files_left():
         ({"workers": {"1": {}}}, StateError, "malformed"),
         ({"workers": None}, StateError, "malformed"),
         ({"items": {}}, StateError, "malformed"),
+        ({"batches": 10**6}, StateError, "batches=1000000.*are 6"),
+        ({"batches": 0}, StateError, "batches=0.*are 6"),
+        ({"workers": {}}, StateError, "batches=2.*are 0"),
+        ({"batches": 0, "items": {"0": 0}}, StateError, "no item"),
+        ({"files": 5}, StateError, "files=5"),
+        ({"epoch": 2**63}, StateError, "malformed"),
+        ({"ended": 3}, StateError, "malformed"),
+        ({"ended": [1]}, StateError, "malformed"),
     ],
 )
 def test_a_state_that_does_not_fit_is_refused_and_changes_nothing(change, error, message):

@@ -114,6 +114,25 @@ def test_a_dead_server_costs_one_warning_and_no_time(mlflow, caplog, monkeypatch
     assert "training goes on" in caplog.text
 
 
+def test_a_server_that_does_not_answer_delays_no_pass(mlflow, monkeypatch):
+    """While a report hangs, one fork waits for it for a moment, and later ones not at all."""
+    answered, waited = threading.Event(), []
+    monkeypatch.setattr(timing, "_current", None)
+    monkeypatch.setattr(timing, "_send", lambda report: answered.wait(60))
+    with mlflow.start_run():
+        waits(1).end_pass()
+        while not timing._current.sending.locked():
+            time.sleep(0.01)
+        for _ in range(5):
+            began = time.perf_counter()
+            with timing.sending_paused():
+                waited.append(time.perf_counter() - began)
+        answered.set()
+        assert timing.drain(60)
+    assert waited[0] < 0.5
+    assert sum(waited[1:]) < 0.1
+
+
 def test_the_sending_thread_starts_after_the_first_workers(mlflow):
     """No thread of ours runs before the first report, so the first workers fork without one."""
     script = """

@@ -28,6 +28,7 @@ from typing_extensions import override
 from air_lightning.data.options import (
     PREFETCH_FACTOR,
     resolve_context,
+    resolve_epoch,
     resolve_prefetch,
     resolve_workers,
 )
@@ -127,7 +128,9 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         )
         self._history = deque([Position(epoch_of(dataset))], maxlen=HISTORY + 1)
         self._dataset_epoch = epoch_of(dataset)
+        self._carries = not hasattr(dataset, "set_epoch")
         self._asked_epoch: int | None = None
+        self._asked_at: Position | None = None
         self._files: Mapping[str, Any] | None = None
         self._side: WorkerSide | None = None
         self.pass_token: object = None
@@ -156,11 +159,10 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             return self._batches_left(Position(0))
         return super().__len__()
 
-    def begin(self, position: Position | None = None) -> tuple[Position, Iterator[Any]]:
-        """Start torch's iterator at a position; by default that of the next pass."""
-        if position is None:
-            position = self._next_position()
-            self._asked_epoch = None
+    def begin(self) -> tuple[Position, Iterator[Any]]:
+        """Start torch's iterator at the position of the next pass."""
+        position = self._next_position()
+        self._asked_epoch = None
         return position, self._start(position)
 
     def record(self, position: Position) -> None:
@@ -175,10 +177,10 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         position, at_epoch = self._history[-1], self._epoch_asked_for()
         if position.loaded is not None and at_epoch in (None, position.epoch):
             return position
-        if at_epoch is None:
-            over = position.finished or self._reached_length(position)
-            at_epoch = position.epoch + 1 if over else position.epoch
-        return Position(at_epoch)
+        if position.finished or self._reached_length(position):
+            position = position.end().settled(carry=self._carries)
+        at_epoch = position.epoch if at_epoch is None else at_epoch
+        return Position(at_epoch, origins=position.origins)
 
     def _epoch_asked_for(self) -> int | None:
         if self._asked_epoch is not None:
@@ -204,13 +206,15 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         if self._side is None:
             self._side = WorkerSide(self.dataset)
         self._side.announce(position.epoch, seed)
-        if position.standings or not self._pool_alive():
+        if position.loaded is not None or not self._pool_alive():
             # Live workers hold datasets that moved on: only a fork takes standings over.
             self._drop_pool()
         if self._iterator is not None:
             self._iterator._reset(self)
             return self._iterator
-        self._side.equip(self.collate_fn, self.worker_init_fn, position.standings)
+        # Without workers the dataset is as alive as a live worker's, unless a state was loaded.
+        tell = self.num_workers > 0 or position.loaded is not None
+        self._side.equip(self.collate_fn, self.worker_init_fn, position.known if tell else {})
         view = self._view(self._side, seed)
         if self.num_workers == 0:
             return _SingleProcessDataLoaderIter(view)
@@ -272,11 +276,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         Raises:
             InvalidArgumentError: ``epoch`` is not a count.
         """
-        if type(epoch) is not int or epoch < 0:
-            raise InvalidArgumentError(
-                f"set_epoch was given {epoch!r}; a whole number from 0 is wanted."
-            )
-        self._asked_epoch = epoch
+        self._asked_epoch, self._asked_at = resolve_epoch(epoch), self._history[-1]
 
     def state_dict(self, *, batches_ago: int = 0) -> dict[str, Any]:
         """What this rank has consumed, JSON-serialisable if the dataset's own states are.
@@ -296,11 +296,12 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
                 f"states of 0 to {len(self._history) - 1} batches ago in this pass (at most "
                 f"{HISTORY}). Take the state sooner after the batch."
             )
-        return to_state(
-            self._history[-1 - batches_ago],
-            self._identity(),
-            carry=not hasattr(self.dataset, "set_epoch"),
-        )
+        position = self._history[-1 - batches_ago]
+        asked = batches_ago == 0 and self._asked_epoch is not None
+        if asked and (position.finished or position is self._asked_at):
+            # Not when batches were consumed since: then the pass before goes on.
+            position = self._next_position()
+        return to_state(position, self._identity(), carry=self._carries)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Go on from a state: the next ``iter()`` begins with the batch after it.
@@ -326,7 +327,8 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         if self._files is None and hasattr(self.dataset, "file_list_state"):
             self._files = self.dataset.file_list_state()
         rank, world_size = current_rank()
-        return Identity(rank, world_size, self.num_workers, self.batch_size, self._files)
+        grid = (rank, world_size, self.num_workers)
+        return Identity(*grid, self.batch_size, self._files, not self._carries)
 
     @property
     def _checkpointable(self) -> bool:

@@ -1,9 +1,11 @@
 """The loader's arguments that differ from torch's: checked, and defaults filled in."""
 
 import multiprocessing
+import operator
 from multiprocessing.context import BaseContext
 from typing import Any
 
+import numpy as np
 import torch
 
 from air_lightning.errors import InvalidArgumentError
@@ -11,17 +13,39 @@ from air_lightning.errors import InvalidArgumentError
 PREFETCH_FACTOR = 4
 _WORKERS_PER_RANK = 6
 _WORKERS_ALONE = 48
+EPOCHS = 2**62  # what the workers are told it in has 63 bits
+
+
+def whole(given: Any) -> int | None:
+    """The int that was given, NumPy's included; None for anything else, booleans included."""
+    if isinstance(given, bool | np.bool_):
+        return None
+    try:
+        return operator.index(given)
+    except TypeError:
+        return None
+
+
+def resolve_epoch(given: Any) -> int:
+    """The epoch that set_epoch was given."""
+    epoch = whole(given)
+    if epoch is None or not 0 <= epoch < EPOCHS:
+        raise InvalidArgumentError(
+            f"set_epoch was given {given!r}; a whole number from 0 and below 2**62 is wanted."
+        )
+    return epoch
 
 
 def resolve_workers(given: Any) -> int:
     """The number of workers: as given, or for -1 chosen by whether there are other ranks."""
-    if type(given) is not int or given < -1:
+    workers = whole(given)
+    if workers is None or workers < -1:
         raise InvalidArgumentError(
             f"num_workers={given!r} was given; -1 (choose for me), 0 (none) or a positive number "
             "is wanted."
         )
-    if given >= 0:
-        return given
+    if workers >= 0:
+        return workers
     distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
     return _WORKERS_PER_RANK if distributed else _WORKERS_ALONE
 
@@ -32,11 +56,12 @@ def resolve_prefetch(given: Any, workers: int) -> int | None:
         return None
     if given is None:
         return PREFETCH_FACTOR
-    if type(given) is not int or given < 1:
+    prefetch = whole(given)
+    if prefetch is None or prefetch < 1:
         raise InvalidArgumentError(
             f"prefetch_factor={given!r} was given; batches per worker, 1 or more, are wanted."
         )
-    return given
+    return prefetch
 
 
 def resolve_context(given: Any, workers: int) -> Any:

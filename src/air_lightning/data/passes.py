@@ -71,7 +71,8 @@ class Pass:
             # Nothing was left: the state was taken after the last batch, by someone who could
             # not know that it was the last. An empty epoch would be skipped in silence.
             self._resumed = False
-            self._enter(self._loader.begin(self._position.end().settled()))
+            self._loader.record_end()
+            self._enter(self._loader.begin())
             return self._fetch()
 
     def _fetch(self) -> Delivered:

@@ -10,20 +10,27 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
+from air_lightning.data.options import EPOCHS
 from air_lightning.data.worker import Standing
 from air_lightning.errors import GridMismatchError, StateError
 
 VERSION = 1
 
+_WANTED = "Load the dict that state_dict() returned, unaltered or through JSON and back."
+
 
 class Identity(NamedTuple):
-    """What a state belongs to: this loader's place in the grid, batch size and file list."""
+    """What a state belongs to: this loader's place in the grid, batch size and file list.
+
+    ``tells_epoch``: whether the loader tells its dataset the epoch.
+    """
 
     rank: int
     world_size: int
     num_workers: int
     batch_size: int | None
     files: Mapping[str, Any] | None
+    tells_epoch: bool = False
 
 
 @dataclass(frozen=True)
@@ -35,6 +42,8 @@ class Position:
         batches: Batches consumed of it by this rank.
         next_worker: The worker whose turn it is; batches go round robin.
         standings: Where each stream stands that has delivered anything.
+        origins: For a dataset that counts epochs itself, where each stream stood at the end of
+            the epoch before: a fresh one would begin with the shuffle of its first epoch.
         finished: Whether nothing of this epoch is left.
         loaded: The state dict that this position came from, until something was consumed.
     """
@@ -43,17 +52,26 @@ class Position:
     batches: int = 0
     next_worker: int = 0
     standings: Mapping[int, Standing] = field(default_factory=dict)
+    origins: Mapping[int, Standing] = field(default_factory=dict)
     finished: bool = False
     loaded: Mapping[str, Any] | None = field(default=None, compare=False)
 
     def after(self, worker: int, standing: Standing, *, streams: int) -> "Position":
         """The position after one more batch, of ``worker``, one of ``streams``."""
+        standings = {**self.standings, worker: standing}
         return Position(
             epoch=self.epoch,
             batches=self.batches + 1,
             next_worker=(worker + 1) % streams,
-            standings={**self.standings, worker: standing},
+            standings=standings,
+            origins=self.origins,
+            finished=len(standings) == streams and all(s.ended for s in standings.values()),
         )
+
+    @property
+    def known(self) -> dict[int, Standing]:
+        """What a fresh worker must be told, by worker."""
+        return {**self.origins, **self.standings}
 
     def end(self) -> "Position":
         """The same position, known to be the end of its epoch."""
@@ -63,13 +81,16 @@ class Position:
         """The start of the next epoch if this one is finished, else the position itself.
 
         Args:
-            carry: Keep the states of datasets that count epochs themselves, and that the loader
-                cannot tell the epoch: a fresh one would begin with the shuffle of its first.
+            carry: Keep ``origins``: the loader cannot tell the dataset the epoch.
         """
         if not self.finished:
             return self
-        told = {w: Standing(0, s.state) for w, s in self.standings.items() if "epoch" in s.state}
-        return Position(self.epoch + 1, standings=told if carry else {})
+        origins = {
+            worker: standing._replace(items=0)
+            for worker, standing in self.known.items()
+            if carry and "epoch" in standing.state
+        }
+        return Position(self.epoch + 1, origins=origins)
 
 
 def epoch_of(dataset: Any) -> int:
@@ -99,8 +120,9 @@ def to_state(position: Position, identity: Identity, *, carry: bool = False) -> 
         "batches": position.batches,
         "next_worker": position.next_worker,
         "files": None if identity.files is None else dict(identity.files),
-        "workers": {str(w): copy.deepcopy(s.state) for w, s in position.standings.items()},
-        "items": {str(w): s.items for w, s in position.standings.items()},
+        "workers": {str(w): copy.deepcopy(s.state) for w, s in position.known.items()},
+        "items": {str(w): s.items for w, s in position.known.items()},
+        "ended": sorted(w for w, s in position.known.items() if s.ended),
     }
 
 
@@ -115,6 +137,9 @@ def from_state(state: Mapping[str, Any], identity: Identity) -> Position:
     _check_version(state)
     _check_grid(state, identity)
     position = _parse(state, identity)
+    _check_counts(position)
+    if identity.tells_epoch:
+        _check_epochs(position, identity)
     if position.batches > 0:
         _check_rank(state, identity)
         _check_files(state, identity)
@@ -169,6 +194,32 @@ def _check_files(state: Mapping[str, Any], identity: Identity) -> None:
     )
 
 
+def _check_counts(position: Position) -> None:
+    """Every batch has an item at least, and what was delivered was delivered in batches."""
+    batches, items = position.batches, sum(s.items for s in position.standings.values())
+    if batches > items or (batches == 0 and items > 0):
+        raise StateError(
+            f"The loader state contradicts itself: batches={batches}, and the items of its "
+            f"workers are {items} in all. {_WANTED}"
+        )
+
+
+def _check_epochs(position: Position, identity: Identity) -> None:
+    if position.origins:
+        raise StateError(
+            f"The loader state has a worker that delivered no item ({min(position.origins)}); "
+            f"such a worker has no entry. {_WANTED}"
+        )
+    for worker, standing in position.standings.items():
+        told = standing.state.get("epoch", position.epoch)
+        # Other datasets than those of files may count their epochs in another way.
+        if identity.files is not None and told != position.epoch:
+            raise StateError(
+                f"The loader state contradicts itself: epoch={position.epoch}, and its worker "
+                f"{worker} was in epoch {told!r}. {_WANTED}"
+            )
+
+
 def _warn_batch_size(state: Mapping[str, Any], identity: Identity) -> None:
     if state.get("batch_size") != identity.batch_size:
         warnings.warn(
@@ -181,18 +232,25 @@ def _warn_batch_size(state: Mapping[str, Any], identity: Identity) -> None:
 
 def _parse(state: Mapping[str, Any], identity: Identity) -> Position:
     streams = max(1, identity.num_workers)
+    files = state.get("files")
+    if files is not None and not isinstance(files, Mapping):
+        raise StateError(f"The loader state has files={files!r}; a dict is wanted. {_WANTED}")
     try:
-        standings = {
+        ended = [_count(worker, below=streams) for worker in state.get("ended", ())]
+        known = {
             _count(int(worker), below=streams): Standing(
-                _count(state["items"][worker]), copy.deepcopy(dict(dataset_state))
+                _count(state["items"][worker]),
+                copy.deepcopy(dict(dataset_state)),
+                int(worker) in ended,
             )
             for worker, dataset_state in state["workers"].items()
         }
         return Position(
-            epoch=_count(state["epoch"]),
+            epoch=_count(state["epoch"], below=EPOCHS),
             batches=_count(state["batches"]),
             next_worker=_count(state["next_worker"], below=streams),
-            standings=standings,
+            standings={w: s for w, s in known.items() if s.items > 0},
+            origins={w: s for w, s in known.items() if s.items == 0},
             loaded=copy.deepcopy(dict(state)),
         )
     except (KeyError, TypeError, ValueError, AttributeError) as error:

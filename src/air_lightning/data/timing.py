@@ -29,7 +29,7 @@ logger = logging.getLogger("air_lightning")
 INTERVAL_S = 10.0
 _QUEUE_SIZE = 64
 _EXIT_WAIT_S = 2.0
-_FORK_WAIT_S = 1.0
+_FORK_WAIT_S = 0.05
 
 
 class Report(NamedTuple):
@@ -116,6 +116,7 @@ class _Reporter:
     def __init__(self) -> None:
         self.pid = os.getpid()
         self.sending = threading.Lock()
+        self.slow = False  # whether a fork has waited for the report that is being sent, in vain
         self._reports: queue.Queue[Report] = queue.Queue(_QUEUE_SIZE)
         self._thread: threading.Thread | None = None
         self._dead = False
@@ -165,6 +166,7 @@ class _Reporter:
             except Exception as error:  # noqa: BLE001 - see give_up
                 self.give_up(error)
             finally:
+                self.slow = False
                 self._reports.task_done()
 
 
@@ -200,13 +202,15 @@ def sending_paused(*, when: bool = True) -> Iterator[None]:
     """Keep the sending thread still while workers are forked.
 
     A lock that it holds at that moment, of a logger or a database, would stay locked in the worker
-    for ever. Waits a second at most: a server that does not answer must not stop training.
+    for ever. Waits a moment at most, and once per report: a server that does not answer must not
+    hold up training.
     """
     reporter = _current
     if not when or reporter is None or reporter.pid != os.getpid():
         yield
         return
-    held = reporter.sending.acquire(timeout=_FORK_WAIT_S)
+    held = reporter.sending.acquire(timeout=0 if reporter.slow else _FORK_WAIT_S)
+    reporter.slow = not held
     try:
         yield
     finally:

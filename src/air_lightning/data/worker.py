@@ -31,10 +31,20 @@ _OPENING = -1  # in place of an item's index: the draws of the dataset's own __i
 
 
 class Standing(NamedTuple):
-    """Where one worker's stream stands: items delivered in this epoch, and the dataset's state."""
+    """Where one worker's stream stands.
+
+    Attributes:
+        items: Items delivered in this epoch. 0: the state is that of the end of the epoch before,
+            from which a dataset that counts epochs itself learns which one is next.
+        state: The dataset's state.
+        ended: Whether the stream is known to have nothing left in this epoch: its end was seen
+            within its last batch. A last batch that is full does not show that it is the last:
+            a dataset without epochs must then itself know its end from its state.
+    """
 
     items: int
     state: State
+    ended: bool = False
 
 
 class Delivered:
@@ -135,8 +145,8 @@ class WorkerSide:
         """Collate a batch and note where its stream stands after it."""
         assert self._stream is not None, "torch calls iter() before it collates"
         batch = self._collate_fn(items)
-        worker, delivered = self._stream.close_batch()
-        return Delivered(batch, worker, Standing(delivered, self._dataset.state_dict()))
+        worker, delivered, ended = self._stream.close_batch()
+        return Delivered(batch, worker, Standing(delivered, self._dataset.state_dict(), ended))
 
     def _open(self, epoch: int, standing: Standing | None) -> Iterator[Any]:
         dataset = self._dataset
@@ -145,12 +155,29 @@ class WorkerSide:
         if standing is not None:
             # Before the standing is loaded: whoever resumes has a beginning to go back to, too.
             self._note_beginning()
-            dataset.load_state_dict(standing.state)
-        elif self._beginning is not None:
+            return self._resume(standing)
+        if self._beginning is not None:
             dataset.load_state_dict(self._beginning)
         else:
             self._note_beginning()
         return iter(dataset)
+
+    def _resume(self, standing: Standing) -> Iterator[Any]:
+        """What is left of the epoch; leaves a dataset that has nothing left at its next epoch."""
+        dataset, nothing = self._dataset, iter(())
+        if standing.ended and self._beginning is not None:
+            return nothing
+        dataset.load_state_dict(standing.state)
+        before, now = standing.state.get("epoch"), dataset.state_dict().get("epoch")
+        over = type(before) is type(now) is int and now > before
+        if standing.ended and not hasattr(dataset, "set_epoch"):
+            over = True  # the state of a dataset at its very end leads on to its next epoch
+        elif not over and (standing.ended or standing.items == 0):
+            # Bring it there: the state may be short of the end (drop_last).
+            for _ in dataset:
+                pass
+            over = True
+        return nothing if over and standing.items > 0 else iter(dataset)
 
     def _note_beginning(self) -> None:
         """Keep the state of a dataset that cannot tell one epoch from the next.
@@ -182,6 +209,7 @@ class _Stream:
         self._items = 0 if standing is None else standing.items
         self._iterator: Iterator[Any] | None = None
         self._batch_begins = True
+        self._ended = False
 
     def __iter__(self) -> Iterator[Any]:
         return self
@@ -198,14 +226,18 @@ class _Stream:
         if self._batch_begins:
             self._reseed(self._items)
             self._batch_begins = False
-        item = next(self._iterator)
+        try:
+            item = next(self._iterator)
+        except StopIteration:
+            self._ended = True
+            raise
         self._items += 1
         return item
 
-    def close_batch(self) -> tuple[int, int]:
-        """End a batch; returns this worker and its items so far."""
+    def close_batch(self) -> tuple[int, int, bool]:
+        """End a batch; returns this worker, its items so far, and whether its end was seen."""
         self._batch_begins = True
-        return self._worker, self._items
+        return self._worker, self._items, self._ended
 
     def _reseed(self, index: int) -> None:
         seed_generators(digest(self._seed, self._epoch, self._worker, index))

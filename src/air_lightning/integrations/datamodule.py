@@ -4,15 +4,19 @@ Everything that Lightning asks of a data module is answered from four paths and 
 a subclass overrides ``decode`` or one of the ``*_dataset`` methods and keeps the rest.
 """
 
+import copy
+import os
 import warnings
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from lightning.pytorch import LightningDataModule
 from typing_extensions import override
 
 from air_lightning.data.dataset import UCVolumeDataset
+from air_lightning.data.listing import compile_pattern
 from air_lightning.data.loader import DataLoader
+from air_lightning.data.options import resolve_prefetch, resolve_workers, whole
 from air_lightning.data.stream import current_rank
 from air_lightning.errors import InvalidArgumentError
 from air_lightning.volumes import path as volume_path
@@ -22,6 +26,8 @@ Uneven = Literal["keep", "pad", "drop"]
 
 class AirDataModule(LightningDataModule):
     """Builds datasets and loaders for the files below up to four paths.
+
+    The files of a stage are listed once: every loader of the stage has the same list and cache.
 
     Args:
         train: Path of the training files: a volume path or an fsspec URL.
@@ -48,7 +54,7 @@ class AirDataModule(LightningDataModule):
 
     Raises:
         InvalidPathError: A path is neither a volume path nor a URL.
-        InvalidArgumentError: No path was given, or a number is out of range.
+        InvalidArgumentError: No path was given, or an option has a value that cannot work.
     """
 
     def __init__(
@@ -82,19 +88,40 @@ class AirDataModule(LightningDataModule):
                 "AirDataModule was given no path; give at least one of train=, val=, test= and "
                 'predict=, e.g. train="/Volumes/<catalog>/<schema>/<volume>/images".'
             )
-        if batch_size < 1:
+        resolve_workers(num_workers)
+        resolve_prefetch(prefetch_factor, 1)
+        if pattern is not None:
+            compile_pattern(pattern)
+        _check_choices("uneven", uneven, (None, *get_args(Uneven)))
+        _check_choices("on_error", on_error, ("raise", "skip"))
+        for name, flag in (
+            ("shuffle", shuffle),
+            ("pin_memory", pin_memory),
+            ("drop_last", drop_last),
+        ):
+            _check("true or false", name, flag, fits=isinstance(flag, bool))
+        _check("a function", "decode", decode, fits=decode is None or callable(decode))
+        paths_like = cache_dir is None or (isinstance(cache_dir, str | os.PathLike) and cache_dir)
+        _check("the path of a local directory", "cache_dir", cache_dir, fits=bool(paths_like))
+        options_like = storage_options is None or isinstance(storage_options, dict)
+        _check("a dict", "storage_options", storage_options, fits=options_like)
+        samples, whole_seed = whole(batch_size), whole(seed)
+        if samples is None or samples < 1:
             raise InvalidArgumentError(
-                f"batch_size={batch_size} was given; at least 1 sample is wanted."
+                f"batch_size={batch_size!r} was given; at least 1 sample is wanted."
             )
-        self.batch_size = batch_size
+        if whole_seed is None:
+            raise InvalidArgumentError(f"seed={seed!r} was given; a whole number is wanted.")
+        self.batch_size = samples
         self.shuffle = shuffle
-        self.seed = seed
+        self.seed = whole_seed
         self.uneven = uneven
         self.drop_last = drop_last
         self._decode = decode
+        self._listed: dict[tuple[Any, ...], UCVolumeDataset] = {}
         self._dataset_options: dict[str, Any] = {
             "pattern": pattern,
-            "seed": seed,
+            "seed": whole_seed,
             "on_error": on_error,
             "cache_dir": cache_dir,
             "storage_options": storage_options,
@@ -124,10 +151,13 @@ class AirDataModule(LightningDataModule):
         # Asked here, when the Trainer wants the loader: in __init__ no process group exists.
         _, world_size = current_rank()
         uneven = self.uneven or ("pad" if world_size > 1 else "keep")
-        files = UCVolumeDataset(
-            self.paths[stage], shuffle=shuffle, uneven=uneven, **self._dataset_options
-        )
-        return files.map(self.decode)
+        key = (stage, shuffle, uneven)
+        if key not in self._listed:
+            self._listed[key] = UCVolumeDataset(
+                self.paths[stage], shuffle=shuffle, uneven=uneven, **self._dataset_options
+            )
+        # A copy has a position of its own, and shares list and cache.
+        return copy.copy(self._listed[key]).map(self.decode)
 
     def train_dataset(self) -> Any:
         """The dataset that ``train_dataloader`` wraps."""
@@ -172,3 +202,12 @@ class AirDataModule(LightningDataModule):
         return DataLoader(
             dataset, batch_size=self.batch_size, drop_last=drop_last, **self._loader_options
         )
+
+
+def _check(wanted: str, name: str, value: object, *, fits: bool) -> None:
+    if not fits:
+        raise InvalidArgumentError(f"{name}={value!r} was given; {wanted} is wanted.")
+
+
+def _check_choices(name: str, value: object, choices: tuple[object, ...]) -> None:
+    _check(f"one of {', '.join(map(repr, choices))}", name, value, fits=value in choices)
