@@ -52,10 +52,10 @@ class Samples(torch.utils.data.Dataset):
 
 def trainer_with(*callbacks: Callback, **options: Any) -> Trainer:
     """A quiet CPU Trainer with the plugin."""
-    options = {"max_epochs": 1, "plugins": [AirCheckpointIO()], "logger": False, **options}
+    defaults = {"max_epochs": 1, "plugins": [AirCheckpointIO()], "logger": False, "devices": 1}
+    options = {**defaults, **options}
     return Trainer(
         accelerator="cpu",
-        devices=1,
         callbacks=list(callbacks),
         enable_progress_bar=False,
         enable_model_summary=False,
@@ -326,6 +326,26 @@ def test_every_rank_takes_part(numbers: str, tmp_path: Path) -> None:
     assert status == 1
     assert "GridMismatchError" in log.read_text()
     assert "2 ranks" in log.read_text()
+
+
+def save_to_no_path(directory: str) -> None:
+    """Run in a rank: a save to an impossible path fails on this rank, whichever it is."""
+
+    class SaveThere(Callback):
+        def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+            with pytest.raises(InvalidPathError, match="/Volumes/a/b"):
+                trainer.save_checkpoint("/Volumes/a/b")
+
+    options: dict[str, Any] = {"devices": 2, "strategy": "ddp", "default_root_dir": directory}
+    fit(trainer_with(SaveThere(), enable_checkpointing=False, **options))
+
+
+@pytest.mark.slow
+def test_a_path_that_rank_0_refuses_is_refused_on_every_rank(tmp_path: Path) -> None:
+    """A save that cannot begin raises on all ranks, and training goes on."""
+    log = tmp_path / "output.txt"
+    statuses = run_ranks(save_to_no_path, str(tmp_path), world_size=2, log=log, timeout_s=60)
+    assert statuses == [0, 0], log.read_text()[-3000:]
 
 
 @pytest.mark.slow

@@ -30,7 +30,12 @@ from lightning.pytorch.trainer.states import TrainerStatus
 from typing_extensions import override
 
 from air_lightning.checkpoint.state import optimizer_names
-from air_lightning.errors import CheckpointMismatchError, InvalidArgumentError, SaveFailedError
+from air_lightning.errors import (
+    AirError,
+    CheckpointMismatchError,
+    InvalidArgumentError,
+    SaveFailedError,
+)
 from air_lightning.integrations.checkpoint_io import AirCheckpointIO
 from air_lightning.integrations.position import (
     Restorer,
@@ -222,11 +227,7 @@ class Binding:
     ) -> None:
         """Every rank's part of a save."""
         self._wait_for_last_save()
-        # Rank 0's: the name may hold a metric that differs in the last digit, or a time; and
-        # whether a complete checkpoint is in the way must look the same to all.
-        target = self._strategy.broadcast(
-            self.io.choose_target(filepath) if self._trainer.is_global_zero else None
-        )
+        target = self._agree_on_target(filepath)
         named = list(self._strategy.lightning_module.named_parameters())
         states = checkpoint.get("optimizer_states", ())
         optimizers = self._strategy.optimizers[: len(states)]
@@ -240,6 +241,25 @@ class Binding:
         if self._trainer.state.finished:
             # Nothing of the Trainer's comes after this that could raise a background error.
             self.io.wait()
+
+    def _agree_on_target(self, filepath: Any) -> str:
+        """Rank 0's choice, or its error, on every rank.
+
+        The name may hold a metric that differs in the last digit, or a time; and whether a
+        complete checkpoint is in the way must look the same to all.
+        """
+        chosen: str | Exception | None = None
+        if self._trainer.is_global_zero:
+            try:
+                chosen = self.io.choose_target(filepath)
+            except (AirError, OSError) as error:
+                # Sent like a path: the others would wait for ever for a rank that raised.
+                chosen = error
+        chosen = self._strategy.broadcast(chosen)
+        if isinstance(chosen, Exception):
+            raise chosen
+        assert chosen is not None
+        return chosen
 
     def _wait_for_last_save(self) -> None:
         try:
