@@ -54,6 +54,7 @@ class KillInSave(Callback):
         import sys
 
         if trainer.global_step == self.step - 1:
+            trainer.strategy.checkpoint_io.wait()  # otherwise the save before is the one killed
 
             def kill(event: str, args: tuple[Any, ...]) -> None:
                 if event == "open" and isinstance(args[0], str) and ".distcp" in args[0]:

@@ -206,10 +206,10 @@ class Binding:
         self._restorer.restore_validation()
 
     def prepare_once(self) -> None:
-        """Allocate staging memory in the background, if the Trainer is going to save."""
+        """Allocate staging memory in the background, once the optimizers have their states."""
         optimizers = self._strategy.optimizers
         states = [state for optimizer in optimizers for state in optimizer.state.values()]
-        if self._prepared or not states or not self._trainer.checkpoint_callbacks:
+        if self._prepared or not states:
             return
         self._prepared = True
         weights = self._strategy.lightning_module.state_dict().values()
