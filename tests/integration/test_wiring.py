@@ -168,15 +168,20 @@ def test_a_superseded_checkpoint_goes_after_its_successor_is_published(tmp_path:
 
 
 def test_test_and_best_read_what_was_saved(tmp_path: Path) -> None:
-    """trainer.test(ckpt_path="best") waits for the save and loads its weights."""
+    """trainer.test(ckpt_path="best") waits for the save and tests its weights, no live ones."""
 
     class Tested(Model):
         def test_step(self, batch: Any, batch_idx: int) -> None:
+            """Report the weights that are there."""
             self.log("weight", self.layers[0].weight.sum())
 
-    trainer = trainer_with(saving(tmp_path, save_top_k=1, monitor="loss"))
+    trainer = trainer_with(saving(tmp_path, save_top_k=1))
     model = fit(trainer, Tested())
-    trainer.test(model, TorchDataLoader(Samples(), batch_size=2), ckpt_path="best", verbose=False)
+    trained = model.layers[0].weight.sum().item()
+    torch.nn.init.zeros_(model.layers[0].weight)
+    loader = TorchDataLoader(Samples(), batch_size=2)
+    (result,) = trainer.test(model, loader, ckpt_path="best", verbose=False)
+    assert result["weight"] == pytest.approx(trained, rel=1e-6)
 
 
 def test_lightnings_own_file_resumes(tmp_path: Path) -> None:
