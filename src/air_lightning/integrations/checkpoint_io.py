@@ -147,13 +147,16 @@ class AirCheckpointIO(CheckpointIO):
         assert saver is not None
         options = storage_options or self.storage_options
         entries = to_entries(checkpoint, optimizer_names=names, rank=rank, rank_blob=rank_blob)
+        # Taken out here: the closure would keep the whole unstaged state alive during the upload.
+        step, epoch = checkpoint.get("global_step"), checkpoint.get("epoch")
+        weights_only = "optimizer_states" not in checkpoint
 
         def make_writer() -> UCVolumeWriter:
             return UCVolumeWriter(
                 target,
-                global_step=checkpoint.get("global_step"),
-                epoch=checkpoint.get("epoch"),
-                weights_only="optimizer_states" not in checkpoint,
+                global_step=step,
+                epoch=epoch,
+                weights_only=weights_only,
                 storage_options=options,
             )
 

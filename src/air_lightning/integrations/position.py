@@ -11,7 +11,6 @@ batch that was not trained on. Here every rank keeps its own, in one blob of the
                                     creating iterators draws from torch's generator
 """
 
-import logging
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -20,8 +19,6 @@ from lightning.pytorch.loops.loop import _Loop
 from air_lightning.checkpoint.rng import capture_rng_state, restore_rng_state
 from air_lightning.data.loader import DataLoader
 from air_lightning.errors import GridMismatchError, NotCheckpointableError, StateError
-
-logger = logging.getLogger("air_lightning")
 
 BLOB_VERSION = 1
 
