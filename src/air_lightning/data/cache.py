@@ -6,7 +6,10 @@ A file's way into the cache::
     lock          else open <key>.part and lock it; where another process is at it, wait, look again
     make room     evict until the disk has its free share
     download      into the locked <key>.part; the size is checked
-    publish       rename to <key>/<relative path>; the lock goes with the inode, and turns shared
+    publish       rename to <tree>/<relative path>; the lock goes with the inode, and turns shared
+
+<tree> stands for the storage, and the file's time there is its time here: with size and time another
+version is told from this one. A directory per file would cost each download a second new inode.
 
 A full disk evicts and tries again, and at last the file is read where it lies on the volume; at
 once where it is larger than the whole disk.
@@ -21,18 +24,21 @@ import fcntl
 import hashlib
 import logging
 import os
+import shutil
 import time
 import weakref
 from collections.abc import Callable
 from typing import NoReturn
 
-from air_lightning.data.eviction import Evictor, free_bytes
+from air_lightning.data.eviction import Evictor, free_bytes, remove_parts
 from air_lightning.data.scratch import private_directory, shared_directory
 from air_lightning.errors import FileVanishedError, StorageError
 from air_lightning.volumes import path as volume_path
 from air_lightning.volumes.base import FULL_DISK, FileInfo, Storage
 
 _logger = logging.getLogger("air_lightning")
+
+_SAME_TIME_S = 1e-3  # a time comes back from a file system rounded to what it can store
 
 
 class Lease:
@@ -81,7 +87,8 @@ class FileCache:
         self._remake = remake
         self._told_full = False
         self._evictor = Evictor(directory, min_free_bytes)
-        self._hash = hashlib.blake2b(_encode(storage.root), digest_size=12)
+        tree = hashlib.blake2b(_encode(storage.root), digest_size=8).hexdigest()
+        self._tree = f"{directory}/{tree}/"
 
     def __deepcopy__(self, memo: object) -> "FileCache":
         return self  # a copy of a dataset shares its cache, which goes with the last of them
@@ -96,7 +103,7 @@ class FileCache:
 
     def place(self, info: FileInfo) -> str:
         """Where a file lies once it is here. Its relative path is kept: labels are read off it."""
-        return f"{self._directory}/{self._key(info)}/{info.name}"
+        return self._tree + info.name
 
     def fetch(self, info: FileInfo, place: str | None = None) -> Lease:
         """Have a file here.
@@ -125,10 +132,27 @@ class FileCache:
             if lease is not None:
                 return lease
 
+    def bytes_so_far(self, info: FileInfo) -> int:
+        """How much of a file that is being downloaded is here."""
+        try:
+            return os.stat(self.part(info)).st_blocks
+        except OSError:
+            return 0
+
+    def stalled(self, info: FileInfo, seconds: float) -> StorageError:
+        """The error for a download that stands still."""
+        ours = StorageError(
+            f"Could not download {volume_path.join(self._storage.root, info.name)}: no byte of it "
+            f"came for {seconds:.0f} s. Check that the storage answers (is the mount alive, the "
+            "network up?), then run again."
+        )
+        ours.errno = errno.ETIMEDOUT
+        return ours
+
     def _fetch_once(self, info: FileInfo, place: str) -> Lease | None:
         """Have a file here; None: look again."""
         try:
-            lease = lease_if_whole(place, info.size)
+            lease = lease_if_whole(place, info)
             if lease is None and not self._evictor.could_hold(info.size):
                 return self._read_through(info, None)
             return lease or self._download(info, place)
@@ -153,21 +177,21 @@ class FileCache:
         ours.errno = error.errno
         return ours
 
-    def _key(self, info: FileInfo) -> str:
-        digest = self._hash.copy()
-        digest.update(_encode(f"\0{info.name}\0{info.size}\0{info.mtime!r}"))
-        return digest.hexdigest()
+    def part(self, info: FileInfo) -> str:
+        """Where a file lies while it is being downloaded."""
+        version = f"{self._tree}{info.name}\0{info.size}\0{info.mtime!r}"
+        return f"{self._directory}/{hashlib.blake2b(_encode(version), digest_size=12).hexdigest()}.part"
 
     def _download(self, info: FileInfo, place: str) -> Lease | None:
         """Download a file, unless another process did meanwhile: None, look again."""
-        part = f"{self._directory}/{self._key(info)}.part"
+        part = self.part(info)
         descriptor = os.open(part, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         pid = os.getpid()
         try:
             if not _lock_or_wait(descriptor) or not _is_at(descriptor, part):
                 _release(descriptor, pid)
                 return None
-            lease = lease_if_whole(place, info.size)
+            lease = lease_if_whole(place, info)
             if lease is not None:
                 os.unlink(part)
                 _release(descriptor, pid)
@@ -182,10 +206,10 @@ class FileCache:
     def _fill(self, info: FileInfo, place: str, part: str, descriptor: int) -> Lease:
         self._evictor.make_room(info.size)
         self._storage.download(info, part)
-        _publish(part, place)
-        # To the nanosecond: the kernel's own times are too coarse to tell which came first.
-        now = time.time_ns()
-        os.utime(place[: -len(info.name) - 1], ns=(now, now))
+        # Eviction goes by the access time, to the nanosecond: the kernel's own times are too coarse
+        # to tell which file came first.
+        os.utime(part, ns=(time.time_ns(), int(info.mtime * 1e9)))
+        _publish(part, place, self._directory)
         fcntl.flock(descriptor, fcntl.LOCK_SH)
         return Lease(place, descriptor)
 
@@ -218,6 +242,7 @@ def open_cache(
     """A cache, and what removes its directory at once if it is a private one."""
     if cache_dir is not None:
         directory = shared_directory(cache_dir)
+        remove_parts(directory)
         return FileCache(storage, directory, min_free_bytes, remake=True), lambda: None
     directory, remove = private_directory()
     try:
@@ -228,8 +253,8 @@ def open_cache(
     return cache, weakref.finalize(cache, remove)
 
 
-def lease_if_whole(place: str, size: int) -> Lease | None:
-    """A lease of a cached file; None where there is none, or not one of this size."""
+def lease_if_whole(place: str, info: FileInfo) -> Lease | None:
+    """A lease of a cached file; None where there is none, or not this version of it."""
     try:
         descriptor = os.open(place, os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -238,7 +263,8 @@ def lease_if_whole(place: str, size: int) -> Lease | None:
         # Waits where an evictor or a publisher is about to finish, for microseconds.
         fcntl.flock(descriptor, fcntl.LOCK_SH)
         status = os.fstat(descriptor)
-        if status.st_nlink and status.st_size == size:
+        same_time = abs(status.st_mtime - info.mtime) < _SAME_TIME_S
+        if status.st_nlink and status.st_size == info.size and same_time:
             return Lease(place, descriptor)
     except BaseException:
         os.close(descriptor)
@@ -247,15 +273,18 @@ def lease_if_whole(place: str, size: int) -> Lease | None:
     return None
 
 
-def _publish(part: str, place: str) -> None:
+def _publish(part: str, place: str, cache: str) -> None:
     while True:
         try:
-            _make_directories(os.path.dirname(part), os.path.dirname(place))
             os.replace(part, place)
-        except FileNotFoundError:  # noqa: PERF203 - as often as it is tried, which is once
-            # An evictor removed the still empty directory, or else the part is gone.
+        except (FileNotFoundError, NotADirectoryError):  # noqa: PERF203 - tried twice as a rule
+            # Its directory is not there yet, or an evictor removed it while it was empty.
             if not os.path.exists(part):
                 raise
+            _make_directories(cache, os.path.dirname(place))
+        except IsADirectoryError:
+            # Cached before the volume got a file of that directory's name.
+            shutil.rmtree(place, ignore_errors=True)
         else:
             return
 
@@ -265,8 +294,13 @@ def _make_directories(cache: str, directory: str) -> None:
     made = cache
     for segment in directory[len(cache) + 1 :].split("/"):
         made = f"{made}/{segment}"
-        with contextlib.suppress(FileExistsError):
+        try:
             os.mkdir(made)
+        except FileExistsError:
+            if not os.path.isdir(made):
+                # A file of that name was cached before the volume got a directory of that name.
+                _unlink(made)
+                os.mkdir(made)
 
 
 def _lock_or_wait(descriptor: int) -> bool:

@@ -33,6 +33,7 @@ from air_lightning.data.stream import (
     slice_length,
 )
 from air_lightning.data.substitutes import substitutes
+from air_lightning.data.turns import current_turn
 from air_lightning.errors import EmptyVolumeError, InvalidArgumentError, StorageError
 from air_lightning.volumes import path as volume_path
 from air_lightning.volumes.storage import open_storage
@@ -42,6 +43,8 @@ if TYPE_CHECKING:
 
 _logger = logging.getLogger("air_lightning")
 _T = TypeVar("_T")
+
+_DEPTHS = (16, 64)  # files read ahead by default: at least, and at most
 
 
 class UCVolumeDataset(IterableDataset[str]):
@@ -61,7 +64,8 @@ class UCVolumeDataset(IterableDataset[str]):
             files out, ``"keep"`` does neither: then ranks may differ by a file per worker.
         on_error: ``"skip"`` puts a good file of the same stream in place of a bad one, logs it and
             counts it in ``skipped``; the number of items does not change. ``"raise"`` raises.
-        read_ahead: How many files each worker downloads ahead, 1024 at most.
+        read_ahead: How many files each worker downloads ahead, 1024 at most; 0 for none. Default:
+            16, or a batch's worth where that is more, 64 at most.
         min_free_bytes: Free disk to keep by evicting downloaded files; by default
             ``SGC_FSLAYER_MIN_FREE_DISK_BYTES``, else a tenth of the cache's file system.
         storage_options: For fsspec URLs, passed to the file system.
@@ -88,7 +92,7 @@ class UCVolumeDataset(IterableDataset[str]):
         pattern: str | None = None,
         uneven: Uneven = "keep",
         on_error: str = "raise",
-        read_ahead: int = 16,
+        read_ahead: int | None = None,
         min_free_bytes: int | None = None,
         storage_options: dict[str, Any] | None = None,
     ) -> None:
@@ -189,12 +193,15 @@ class UCVolumeDataset(IterableDataset[str]):
             transform: Gets the local path; where it fails, the file counts as bad.
         """
         current = self._begin()
-        ahead = ReadAhead(
-            self._cache,
-            self._files,
-            map(int, current.indices[current.delivered :]),
-            depth=self._read_ahead,
-        )
+        indices = map(int, current.indices[current.delivered :])
+        ahead = ReadAhead(self._cache, self._files, indices, depth=self._depth())
+        # Before the first item is asked for: workers are asked only when all have been forked.
+        ahead.start()
+        return self._deliver(current, ahead, transform)
+
+    def _deliver(
+        self, current: "_Pass", ahead: ReadAhead, transform: Callable[[str], _T]
+    ) -> Iterator[_T]:
         lease: Lease | None = None
         try:
             while current.delivered < len(current.indices):
@@ -210,6 +217,13 @@ class UCVolumeDataset(IterableDataset[str]):
         if self._pass is current and self._loaded is None:
             self._epoch = current.epoch + 1
             self._asked_epoch = None
+
+    def _depth(self) -> int:
+        """How many files to read ahead in this process."""
+        if self._read_ahead is not None:
+            return self._read_ahead
+        turn = current_turn()
+        return _DEPTHS[0] if turn is None else min(max(turn.batch_size, _DEPTHS[0]), _DEPTHS[1])
 
     def _begin(self) -> "_Pass":
         grid = current_grid()
@@ -239,7 +253,7 @@ class UCVolumeDataset(IterableDataset[str]):
         except StorageError as error:
             if self._on_error == "raise":
                 raise
-            return self._substitute(current, transform, self._name(current, place), error)
+            return self._substitute(ahead, current, transform, self._name(current, place), error)
         try:
             found = lease, _transformed(lease, transform)
         except Exception as error:
@@ -247,19 +261,24 @@ class UCVolumeDataset(IterableDataset[str]):
             if self._on_error == "raise":
                 _add_note(error, f"The file is {name}.")
                 raise
-            return self._substitute(current, transform, name, error)
+            return self._substitute(ahead, current, transform, name, error)
         current.good = place
         return found
 
     def _substitute(
-        self, current: "_Pass", transform: Callable[[str], _T], bad: str, error: Exception
+        self,
+        ahead: ReadAhead,
+        current: "_Pass",
+        transform: Callable[[str], _T],
+        bad: str,
+        error: Exception,
     ) -> tuple[Lease, _T]:
         """A good file of the same stream: one after it, or the last good one, or another."""
         tried = 0
         for other in substitutes(current.delivered, len(current.indices), current.good):
             tried += 1
             try:
-                lease = self._cache.fetch(self._files[int(current.indices[other])])
+                lease = ahead.fetch(int(current.indices[other]))
                 found = lease, _transformed(lease, transform)
             except Exception as also:  # noqa: BLE001 - whatever a user's decoder raises
                 _logger.debug("Nor can %s be used: %s", self._name(current, other), also)
@@ -326,7 +345,9 @@ def _check_options(
             raise InvalidArgumentError(f"{option}={given[option]!r} was given; wanted: {names}.")
     if type(seed) is not int:
         raise InvalidArgumentError(f"seed={seed!r} was given; wanted is an int.")
-    if type(read_ahead) is not int or not 0 <= read_ahead <= MAX_DEPTH:
+    if read_ahead is not None and not (
+        type(read_ahead) is int and 0 <= read_ahead <= MAX_DEPTH
+    ):
         raise InvalidArgumentError(
             f"read_ahead={read_ahead!r} was given; wanted is a number of files, from 0 for none to "
             f"{MAX_DEPTH}."

@@ -1,14 +1,16 @@
 """Free disk: how much is kept, and which cached files go for it.
 
-Least-recently-downloaded files go first, never one that some process holds locked. What was
-downloaded when is in the times of the cache's directories: there is no account that could die with
-a worker, and eviction goes on where it, or a whole run, left off.
+Least-recently-downloaded files go first, never one that some process holds locked. When a file was
+downloaded is its access time: there is no account that could die with a worker, and eviction goes
+on where it, or a whole run, left off.
 """
 
 import contextlib
 import fcntl
+import heapq
 import os
 import re
+import sys
 from collections import deque
 from collections.abc import Iterator
 
@@ -19,7 +21,10 @@ MIN_FREE_VARIABLE = "SGC_FSLAYER_MIN_FREE_DISK_BYTES"
 _MIN_FREE_SHARE = 0.10
 _LOCK = ".eviction"
 # Nothing else in the directory is touched: a shared one may hold more than ours.
-_CANDIDATE = re.compile(r"[0-9a-f]{24}(\.part)?")
+_TREE = re.compile(r"[0-9a-f]{16}")
+_PART = re.compile(r"[0-9a-f]{24}\.part")
+# Candidates kept in mind: all of a million files would be 200 MB. More where these are in use.
+_AT_A_TIME = (4096, sys.maxsize)
 
 
 class Evictor:
@@ -80,13 +85,14 @@ class Evictor:
 
     def _evict_next(self) -> int | None:
         """Evict one file; returns its bytes, or None where nothing is left that may go."""
-        for _ in range(2):
+        for at_a_time in (0, *_AT_A_TIME):
+            # Oldest first. What came since the last look is younger than all that is left of it.
+            if at_a_time:
+                self._candidates.extend(_by_age(self._directory, at_a_time))
             while self._candidates:
-                evicted = _evict(f"{self._directory}/{self._candidates.popleft()}")
+                evicted = _evict(self._candidates.popleft(), self._directory)
                 if evicted is not None:
                     return evicted
-            # Oldest first. What came since the last look is younger than all that is left of it.
-            self._candidates.extend(_by_age(self._directory))
         return None
 
 
@@ -110,29 +116,49 @@ def _min_free(directory: str, given: int | None) -> int:
     return number
 
 
-def _by_age(directory: str) -> list[str]:
-    """Names of what may be evicted, oldest first; unfinished downloads before all."""
-    aged: list[tuple[int, str]] = []
+def _by_age(directory: str, count: int) -> list[str]:
+    """Paths of what may be evicted, oldest first; unfinished downloads before all."""
+    parts, trees = _ours(directory)
+    return parts + [path for _, path in heapq.nsmallest(count, _aged(trees))]
+
+
+def remove_parts(directory: str) -> None:
+    """Remove what downloads that were killed left unfinished."""
+    for part in _ours(directory)[0]:
+        with contextlib.suppress(OSError):
+            _delete_unless_locked(part)
+
+
+def _ours(directory: str) -> tuple[list[str], list[str]]:
     with os.scandir(directory) as entries:
-        for entry in entries:
-            match = _CANDIDATE.fullmatch(entry.name)
-            with contextlib.suppress(FileNotFoundError):
-                if match:
-                    aged.append((0 if match[1] else entry.stat().st_mtime_ns, entry.name))
-    return [name for _, name in sorted(aged)]
+        paths = {entry.name: entry.path for entry in entries}
+    parts = [path for name, path in paths.items() if _PART.fullmatch(name)]
+    return parts, [path for name, path in paths.items() if _TREE.fullmatch(name)]
 
 
-def _evict(path: str) -> int | None:
+def _aged(trees: list[str]) -> Iterator[tuple[int, str]]:
+    """(time of the download in ns, path) of each cached file."""
+    while trees:
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            with os.scandir(trees.pop()) as entries:
+                for entry in entries:
+                    if entry.is_dir(follow_symlinks=False):
+                        trees.append(entry.path)
+                    else:
+                        with contextlib.suppress(FileNotFoundError):
+                            yield entry.stat().st_atime_ns, entry.path
+
+
+def _evict(path: str, directory: str) -> int | None:
     """Delete a cached file, or an abandoned part; None where it is in use or gone."""
-    if path.endswith(".part"):
-        return _delete_unless_locked(path)
-    freed: int | None = None
-    for parent, _, names in os.walk(path, topdown=False):
-        for name in names:
-            size = _delete_unless_locked(f"{parent}/{name}")
-            freed = freed if size is None else (freed or 0) + size
-        with contextlib.suppress(OSError):  # not empty: in use, or about to be filled again
+    freed = _delete_unless_locked(path)
+    parent = os.path.dirname(path)
+    while freed is not None and parent != directory:
+        try:
             os.rmdir(parent)
+        except OSError:  # not empty: in use, or about to be filled again
+            break
+        parent = os.path.dirname(parent)
     return freed
 
 

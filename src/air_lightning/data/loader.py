@@ -36,6 +36,7 @@ from air_lightning.data.passes import Pass, RoundRobinIter, TimedIterator
 from air_lightning.data.progress import Identity, Position, epoch_of, from_state, to_state
 from air_lightning.data.stream import Checkpointable, Grid, current_rank
 from air_lightning.data.timing import WaitTimer, sending_paused
+from air_lightning.data.turns import Turns
 from air_lightning.data.worker import WorkerSide, stream_seed
 from air_lightning.errors import InvalidArgumentError, NotCheckpointableError
 
@@ -214,7 +215,14 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             return self._iterator
         # Without workers the dataset is as alive as a live worker's, unless a state was loaded.
         tell = self.num_workers > 0 or position.loaded is not None
-        self._side.equip(self.collate_fn, self.worker_init_fn, position.known if tell else {})
+        workers = self.num_workers
+        self._side.equip(
+            self.collate_fn,
+            self.worker_init_fn,
+            position.known if tell else {},
+            turns=Turns(workers, self.batch_size or 1) if workers else None,
+            first_worker=position.next_worker,
+        )
         view = self._view(self._side, seed)
         if self.num_workers == 0:
             return _SingleProcessDataLoaderIter(view)

@@ -25,6 +25,8 @@ import torch
 from torch.utils.data import default_convert, get_worker_info
 from torch.utils.data._utils.pin_memory import pin_memory
 
+from air_lightning.data.turns import Turns, take_part
+
 State = dict[str, Any]
 
 _OPENING = -1  # in place of an item's index: the draws of the dataset's own __iter__
@@ -100,12 +102,16 @@ class WorkerSide:
         self._standings: dict[int, Standing] = {}
         self._beginning: State | None = None
         self._stream: _Stream | None = None
+        self._turns: Turns | None = None
+        self._first_worker = 0
 
     def equip(
         self,
         collate_fn: Callable[[Any], Any],
         worker_init_fn: Callable[[int], None] | None,
         standings: Mapping[int, Standing],
+        turns: Turns | None = None,
+        first_worker: int = 0,
     ) -> None:
         """Say what workers forked from now on shall do; live workers do not learn of it.
 
@@ -114,7 +120,10 @@ class WorkerSide:
             worker_init_fn: The user's, called first in each worker, or None.
             standings: Where the streams stand at the next pass, by worker; a stream that is not
                 named begins at its start.
+            turns: Orders the downloads of the workers; None without workers.
+            first_worker: Whose batch is the first one of the next pass.
         """
+        self._turns, self._first_worker = turns, first_worker
         self._collate_fn = collate_fn
         self._worker_init_fn = worker_init_fn
         self._standings = dict(standings)
@@ -139,6 +148,10 @@ class WorkerSide:
         epoch, seed = self._signal.read()
         standing = self._standings.pop(worker, None)
         self._stream = _Stream(self._open, worker, epoch, seed, standing)
+        if self._turns is not None:
+            take_part(self._turns.turn(worker, self._first_worker))
+            self._first_worker = 0  # of every later pass
+            self._stream.start()
         return self._stream
 
     def collate(self, items: Any) -> Delivered:
@@ -210,18 +223,33 @@ class _Stream:
         self._iterator: Iterator[Any] | None = None
         self._batch_begins = True
         self._ended = False
+        self._failure: Exception | None = None
+
+    def start(self) -> None:
+        """Open the dataset, and so begin its read-ahead, before the first item is asked for.
+
+        What it raises is raised with the first item: an exception in iter() would kill a live
+        worker without its message.
+        """
+        try:
+            self._open()
+        except Exception as error:  # noqa: BLE001 - whatever a user's dataset raises
+            self._failure = error
+
+    def _open(self) -> None:
+        # Otherwise a cycle keeps an abandoned pass, its read-ahead included, until collected.
+        opener, self._opener = self._opener, None
+        if opener is not None:
+            self._reseed(_OPENING)
+            self._iterator = opener(self._epoch, self._standing)
 
     def __iter__(self) -> Iterator[Any]:
         return self
 
     def __next__(self) -> Any:
-        if self._opener is not None:
-            # Here and not in iter(): an exception raised there kills a live worker, without its
-            # message, while one raised here reaches the training process.
-            self._reseed(_OPENING)
-            self._iterator = self._opener(self._epoch, self._standing)
-            # Otherwise a cycle keeps an abandoned pass, its read-ahead included, until collected.
-            self._opener = None
+        if self._failure is not None:
+            raise self._failure
+        self._open()
         assert self._iterator is not None, "opened above"
         if self._batch_begins:
             self._reseed(self._items)
