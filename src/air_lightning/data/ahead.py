@@ -161,7 +161,7 @@ class ReadAhead:
         """Wait for a download for as long as it makes progress."""
         seen, since = -1, time.monotonic()
         try:
-            while not wait((future,), _LOOK_S).done:
+            while not wait((future,), min(_LOOK_S, self._stall_s / 2)).done:
                 now, size = time.monotonic(), self._cache.bytes_so_far(info)
                 if size != seen:
                     seen, since = size, now

@@ -8,8 +8,8 @@ A file's way into the cache::
     download      into the locked <key>.part; the size is checked
     publish       rename to <tree>/<relative path>; the lock goes with the inode, and turns shared
 
-<tree> stands for the storage, and the file's time there is its time here: with size and time another
-version is told from this one. A directory per file would cost each download a second new inode.
+<tree> stands for the storage, and the file's time there is its time here: size and time tell one
+version from another. A directory for each file would cost every download a second new inode.
 
 A full disk evicts and tries again, and at last the file is read where it lies on the volume; at
 once where it is larger than the whole disk.
@@ -179,8 +179,8 @@ class FileCache:
 
     def part(self, info: FileInfo) -> str:
         """Where a file lies while it is being downloaded."""
-        version = f"{self._tree}{info.name}\0{info.size}\0{info.mtime!r}"
-        return f"{self._directory}/{hashlib.blake2b(_encode(version), digest_size=12).hexdigest()}.part"
+        version = _encode(f"{self._tree}{info.name}\0{info.size}\0{info.mtime!r}")
+        return f"{self._directory}/{hashlib.blake2b(version, digest_size=12).hexdigest()}.part"
 
     def _download(self, info: FileInfo, place: str) -> Lease | None:
         """Download a file, unless another process did meanwhile: None, look again."""

@@ -345,9 +345,7 @@ def _check_options(
             raise InvalidArgumentError(f"{option}={given[option]!r} was given; wanted: {names}.")
     if type(seed) is not int:
         raise InvalidArgumentError(f"seed={seed!r} was given; wanted is an int.")
-    if read_ahead is not None and not (
-        type(read_ahead) is int and 0 <= read_ahead <= MAX_DEPTH
-    ):
+    if read_ahead is not None and not (type(read_ahead) is int and 0 <= read_ahead <= MAX_DEPTH):
         raise InvalidArgumentError(
             f"read_ahead={read_ahead!r} was given; wanted is a number of files, from 0 for none to "
             f"{MAX_DEPTH}."

@@ -139,14 +139,17 @@ def _ours(directory: str) -> tuple[list[str], list[str]]:
 def _aged(trees: list[str]) -> Iterator[tuple[int, str]]:
     """(time of the download in ns, path) of each cached file."""
     while trees:
-        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-            with os.scandir(trees.pop()) as entries:
-                for entry in entries:
-                    if entry.is_dir(follow_symlinks=False):
-                        trees.append(entry.path)
-                    else:
-                        with contextlib.suppress(FileNotFoundError):
-                            yield entry.stat().st_atime_ns, entry.path
+        for entry in _entries(trees.pop()):
+            if entry.is_dir(follow_symlinks=False):
+                trees.append(entry.path)
+            else:
+                with contextlib.suppress(FileNotFoundError):
+                    yield entry.stat().st_atime_ns, entry.path
+
+
+def _entries(directory: str) -> Iterator[os.DirEntry[str]]:
+    with contextlib.suppress(FileNotFoundError), os.scandir(directory) as entries:
+        yield from entries
 
 
 def _evict(path: str, directory: str) -> int | None:

@@ -75,9 +75,16 @@ class Turn:
         """Which of the pass's batches the worker's file of this number belongs to."""
         return number // self.batch_size * len(self._rows) + self._place
 
-    def wait(self, batch: int, size: int, cancelled: Callable[[], bool]) -> None:
+    def wait(
+        self,
+        batch: int,
+        size: int,
+        cancelled: Callable[[], bool],
+        *,
+        patience_s: float = _PATIENCE_S,
+    ) -> None:
         """Wait until a download for a batch may start, or is not wanted any more."""
-        deadline = time.monotonic() + _PATIENCE_S
+        deadline = time.monotonic() + patience_s
         while not self._may_start(batch, size):
             self._mine[_WAITS_FOR] = batch
             if cancelled() or time.monotonic() > deadline:

@@ -1,0 +1,169 @@
+"""Turns: of the downloads that wait, the one whose batch is needed first starts first."""
+
+import os
+import threading
+import time
+
+import pytest
+
+from air_lightning.data.ahead import ReadAhead
+from air_lightning.data.cache import FileCache
+from air_lightning.data.listing import take_listing
+from air_lightning.data.turns import FIRST_SLOTS, MAX_BYTES, Turns, current_turn, take_part
+from air_lightning.errors import StorageError
+from air_lightning.volumes.storage import open_storage
+from ranks import run_ranks
+
+
+def never() -> bool:
+    return False
+
+
+def starts_within(turn, batch, size=1, seconds=0.0) -> bool:
+    """Whether a download gets its turn, or else gives up after so many seconds."""
+    until = time.monotonic() + seconds
+    gave_up = []
+
+    def cancelled():
+        if time.monotonic() >= until:
+            gave_up.append(True)
+        return bool(gave_up)
+
+    turn.wait(batch, size, cancelled)
+    return not gave_up
+
+
+def test_batches_are_numbered_in_the_order_of_delivery():
+    """Round robin, from the worker whose turn it is after a resume."""
+    turns = Turns(3, 2)
+    order = [turns.turn(worker, 1).batch(number) for worker in (1, 2, 0) for number in range(4)]
+    assert order == [0, 0, 3, 3, 1, 1, 4, 4, 2, 2, 5, 5]
+
+
+def test_a_free_slot_goes_to_the_batch_that_is_needed_first():
+    """With all slots taken everyone waits; then the later batch lets the earlier one go first."""
+    turns = Turns(2, 8)
+    first, second = turns.turn(0, 0), turns.turn(1, 0)
+    taken = [second.under_way(1) for _ in range(FIRST_SLOTS)]
+    for download in taken:
+        download.__enter__()
+    assert not starts_within(first, 0)
+    began = []
+    waiting = threading.Thread(target=lambda: (first.wait(0, 1, never), began.append(0)))
+    waiting.start()
+    while turns._rows[0, 0] != 0:  # it says that it waits
+        time.sleep(0.001)
+    assert not starts_within(second, 1)
+    assert began == []
+    taken.pop().__exit__(None, None, None)
+    waiting.join(10)
+    assert began == [0]
+    for download in taken:
+        download.__exit__(None, None, None)
+
+
+def test_slots_grow_with_what_arrives():
+    """A store that answers slowly, but many at a time, is asked for many."""
+    turn = Turns(1, 8).turn(0, 0)
+    for _ in range(10):
+        with turn.under_way(1):
+            pass
+    taken = [turn.under_way(1) for _ in range(FIRST_SLOTS + 9)]
+    for download in taken:
+        download.__enter__()
+    assert starts_within(turn, 0)
+    with turn.under_way(1):
+        assert not starts_within(turn, 0)
+    for download in taken:
+        download.__exit__(None, None, None)
+
+
+def test_large_files_take_turns_by_their_bytes():
+    """What is not needed yet leaves room for what is; one file may always be on its way."""
+    turns = Turns(2, 8)
+    first, second = turns.turn(0, 0), turns.turn(1, 0)
+    assert starts_within(first, 0, 10 * MAX_BYTES)
+    with first.under_way(MAX_BYTES):
+        assert not starts_within(first, 0, 1)
+        turns._rows[0, 0] = 0  # the first worker waits
+        assert not starts_within(second, 1, 1)
+    with first.under_way(MAX_BYTES - 10):
+        assert not starts_within(second, 1, 6)
+        assert starts_within(second, 1, 5)
+
+
+def test_a_dead_workers_row_holds_nobody_up_for_good():
+    """A worker that was killed while it waited leaves others waiting for their patience only."""
+    turns = Turns(2, 1)
+    assert run_ranks(_wait_and_die, turns) == [-9]
+    second = turns.turn(1, 0)
+    assert not starts_within(second, 1)
+    second.wait(1, 1, never, patience_s=0.05)
+
+
+def _wait_and_die(turns) -> None:
+    first = turns.turn(0, 0)
+    taken = [first.under_way(1) for _ in range(FIRST_SLOTS)]
+    for download in taken:
+        download.__enter__()
+    first.wait(0, 1, lambda: os.kill(os.getpid(), 9))
+
+
+def test_a_turn_is_a_fact_about_one_process():
+    """A child of a worker is no worker."""
+    turn = Turns(1, 1).turn(0, 0)
+    take_part(turn)
+    assert current_turn() is turn
+    assert run_ranks(_has_no_turn) == [0]
+
+
+def _has_no_turn() -> None:
+    assert current_turn() is None
+
+
+class StuckStorage:
+    """A storage whose downloads of one file end when they are told to."""
+
+    def __init__(self, storage, stuck, go_on) -> None:
+        self._storage = storage
+        self._stuck = stuck
+        self._go_on = go_on
+
+    def __getattr__(self, name):
+        return getattr(self._storage, name)
+
+    def download(self, info, destination):
+        if info.name == self._stuck:
+            self._go_on.wait(60)
+        return self._storage.download(info, destination)
+
+
+@pytest.mark.parametrize("depth", [0, 4])
+def test_a_download_that_stands_still_is_an_error_at_its_own_file(volume, tmp_path, depth):
+    """It names the file, the time and the remedy; the files after it come."""
+    names = volume.write(4)
+    go_on = threading.Event()
+    storage = StuckStorage(open_storage(volume.path), names[1], go_on)
+    files = take_listing(storage, None)
+    (tmp_path / "cache").mkdir()
+    cache = FileCache(storage, str(tmp_path / "cache"), 0)
+    ahead = ReadAhead(cache, files, range(4), depth=depth, stall_s=0.2)
+    ahead.take().close()
+    with pytest.raises(StorageError, match=rf"{names[1]}: no byte of it came for \d+ s. Check"):
+        ahead.take()
+    if depth:
+        for _ in range(2):
+            ahead.take().close()
+    go_on.set()
+    ahead.close()
+
+
+def test_a_pass_that_was_begun_and_dropped_leaves_no_thread(volume, tmp_path):
+    """iter() starts to download; the leak police sees that this ends with the iterator."""
+    from air_lightning import UCVolumeDataset
+
+    volume.write(40)
+    iterator = iter(UCVolumeDataset(volume.path))
+    assert any(thread.name == "air-read-ahead" for thread in threading.enumerate())
+    del iterator
+    assert not any(thread.name == "air-read-ahead" for thread in threading.enumerate())
