@@ -119,7 +119,7 @@ def numbers(batches: Batches) -> Counter[int]:
 grids = st.tuples(st.integers(1, 5), st.just(0))
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     data=st.data(),
     count=st.sampled_from(COUNTS),

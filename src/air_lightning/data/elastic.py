@@ -115,11 +115,12 @@ def _left_by(states: Sequence[_State], identity: Identity) -> tuple[int, tuple[L
 def _of_one_moment(states: Sequence[_State], identity: Identity) -> list[Position]:
     """The positions of all ranks: in one epoch, or at the next one's start if a rank was done."""
     world_size, num_workers = _grid(states[0])
-    positions = []
-    for rank, state in enumerate(states):
-        batch_size = state.get("batch_size")  # as it was: one warning is enough
-        then = Identity(rank, world_size, num_workers, batch_size, *identity[4:])
-        positions.append(from_state(state, then))
+    then = identity._replace(world_size=world_size, num_workers=num_workers)
+    positions = [
+        # Each with its own batch size: one warning of another one is enough.
+        from_state(state, then._replace(rank=rank, batch_size=state.get("batch_size")))
+        for rank, state in enumerate(states)
+    ]
     under_way = min(positions, key=lambda position: position.epoch)
     for rank, position in enumerate(positions):
         done = position.epoch == under_way.epoch + 1 and not position.begun
