@@ -307,6 +307,45 @@ def test_nothing_left_for_any_rank_is_the_next_epochs_start(folders, drop_last, 
             assert (loader.epoch, loader.state_dict()["batches"]) == (1, 0)
 
 
+def test_cutting_what_is_left_may_leave_nothing(folders):
+    """A resume with uneven="drop" of one file for three streams is an empty pass, no error."""
+    run, dropping = Run(folders, 13, 4), Run(folders, 13, 4, uneven="drop")
+    states, _ = run.go_on((1, 0), [], [3])
+    states, _ = run.go_on((3, 0), states, [0, 0, 0])
+    with rank_of(0, 3):
+        loader = dropping.loader()
+        loader.load_state_dict(states[0])
+        assert list(loader) == []
+        assert loader.epoch == 1
+
+
+def test_a_little_less_than_an_epoch_is_still_the_middle_of_it(folders):
+    """As many batches are left as an epoch has: list and order are pinned all the same."""
+    states, consumed = Run(folders, 24, 3).go_on((2, 0), [], [1, 0])
+    run = Run(folders, 24, 5)
+    loader = run.loader()
+    with pytest.warns(UserWarning, match="batch_size"):
+        loader.load_state_dict(states)
+    state = through_json(loader.state_dict())
+    assert (state["epoch"], state["batches"], len(loader)) == (0, 0, 5)
+    for options in ({"count": 41}, {"seed": 6}):
+        with pytest.raises(StateError, match="middle of epoch 0"):
+            Run(folders, batch_size=5, **options).loader().load_state_dict(state)
+    _, rest = run.go_on((2, 1), [state], [None, None])
+    batches = [batch for _, mine in consumed + rest for batch in mine]
+    assert numbers(batches) == Counter(range(24))
+
+
+def test_the_record_of_other_grids_is_kept_once_for_all_workers(folders):
+    """A rank's state has it at the top, and not again in the state of each of its workers."""
+    run = Run(folders, 60)
+    states, _ = run.go_on((2, 0), [], [2, 2])
+    (state,), _ = run.go_on((1, 3), states, [3])
+    assert len(state["before"]) == 1
+    assert len(state["workers"]) == 3
+    assert not any("before" in stream for stream in state["workers"].values())
+
+
 @pytest.mark.parametrize("grid", [(1, 0), (3, 0), (1, 2)])
 def test_at_an_epochs_end_any_grid_begins_the_next(folders, grid):
     """States after the last batch go on at the next epoch, with every file, on every grid."""
