@@ -94,6 +94,7 @@ def test_a_path_that_is_none(path: str) -> None:
         ("seed", True),
         ("shuffle", "yes"),
         ("drop_last", 1),
+        ("elastic", 1),
         ("pin_memory", None),
         ("num_workers", -2),
         ("num_workers", True),
@@ -132,6 +133,14 @@ def test_a_reloaded_loader_has_the_same_list_and_cache(texts: str, volume: Volum
     again = module.train_dataloader()
     assert again.epoch == 0
     assert [batch[0] for batch in again] == first
+
+
+def test_elastic_is_a_matter_of_training(texts: str) -> None:
+    """elastic=True reaches the training loader; the other loaders have no position to move."""
+    module = AirDataModule(train=texts, val=texts, num_workers=0, elastic=True)
+    assert module.train_dataloader().elastic is True
+    assert module.val_dataloader().elastic is False
+    assert AirDataModule(train=texts, num_workers=0).train_dataloader().elastic is False
 
 
 def test_an_empty_stage(texts: str) -> None:

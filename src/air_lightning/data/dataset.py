@@ -21,11 +21,11 @@ from torch.utils.data import IterableDataset
 
 from air_lightning.data.ahead import MAX_DEPTH, ReadAhead
 from air_lightning.data.cache import Lease, open_cache
+from air_lightning.data.layers import Layer
 from air_lightning.data.listing import compile_pattern, take_listing
-from air_lightning.data.position import Order, Position, from_state, to_state
+from air_lightning.data.position import Order, Position, StreamPass, from_state, to_state
 from air_lightning.data.stream import (
     Grid,
-    Indices,
     Uneven,
     current_grid,
     rank_length,
@@ -117,7 +117,7 @@ class UCVolumeDataset(IterableDataset[str]):
         self._epoch = 0
         self._asked_epoch: int | None = None
         self._loaded: Position | None = None
-        self._pass: _Pass | None = None
+        self._pass: StreamPass | None = None
 
     @property
     def epoch(self) -> int:
@@ -142,20 +142,38 @@ class UCVolumeDataset(IterableDataset[str]):
         """Files that this rank delivers in one epoch, over all its workers."""
         return rank_length(len(self._files), current_grid(), self._order.uneven)
 
-    def slice_length(self, grid: Grid) -> int:
-        """Files that the stream at this place of the grid delivers in one epoch."""
-        return slice_length(len(self._files), grid, self._order.uneven)
+    def slice_length(self, grid: Grid, before: tuple[Layer, ...] = ()) -> int:
+        """Files that the stream at this place of the grid delivers in one epoch.
+
+        Args:
+            grid: The place.
+            before: What other grids delivered of the epoch, before this one.
+        """
+        return slice_length(len(self._files), grid, self._order.uneven, before)
 
     def file_list_state(self) -> dict[str, Any]:
         """What identifies the file list: its length, and a hash of names and sizes."""
         return dict(self._file_list_state)
+
+    def order_state(self) -> dict[str, Any]:
+        """What decides which file is the i-th of an epoch, but for the list itself."""
+        return self._order._asdict()
+
+    def redistribute(self, before: tuple[Layer, ...]) -> None:
+        """Let the next pass, if it is one of the present epoch, deal what other grids left of it.
+
+        Args:
+            before: What they delivered, in the order in which they followed each other.
+        """
+        self._loaded = Position(self._epoch, 0, before=before)
 
     def state_dict(self) -> dict[str, Any]:
         """Where the calling process's stream stands, as a dict of plain JSON types."""
         if self._loaded is not None:
             position = self._loaded
         elif self._pass is not None and self._asked_epoch in (None, self._pass.epoch):
-            position = Position(self._pass.epoch, self._pass.delivered)
+            current = self._pass
+            position = Position(current.epoch, current.delivered, before=current.before)
         else:
             position = Position(self._epoch, 0)
         return to_state(position, current_grid(), self._order, self._file_list_state)
@@ -169,9 +187,8 @@ class UCVolumeDataset(IterableDataset[str]):
         Raises:
             StateError: The state does not fit; the message says why and what to do.
         """
-        loaded = from_state(
-            state_dict, self._epoch, current_grid(), self._order, self._file_list_state
-        )
+        here = self._loaded or Position(self._epoch, 0)
+        loaded = from_state(state_dict, here, current_grid(), self._order, self._file_list_state)
         if loaded.finished and self._asked_epoch != loaded.epoch:
             loaded = Position(loaded.epoch + 1, 0)
         self._loaded = loaded
@@ -200,7 +217,7 @@ class UCVolumeDataset(IterableDataset[str]):
         return self._deliver(current, ahead, transform)
 
     def _deliver(
-        self, current: "_Pass", ahead: ReadAhead, transform: Callable[[str], _T]
+        self, current: StreamPass, ahead: ReadAhead, transform: Callable[[str], _T]
     ) -> Iterator[_T]:
         lease: Lease | None = None
         try:
@@ -225,27 +242,26 @@ class UCVolumeDataset(IterableDataset[str]):
         turn = current_turn()
         return _DEPTHS[0] if turn is None else min(max(turn.batch_size, _DEPTHS[0]), _DEPTHS[1])
 
-    def _begin(self) -> "_Pass":
+    def _begin(self) -> StreamPass:
         grid = current_grid()
-        loaded, self._loaded = self._loaded, None
-        if loaded is not None:
-            epoch, delivered = loaded.epoch, loaded.delivered
-        else:
-            epoch, delivered = self._epoch, 0
-        indices = slice_indices(len(self._files), grid, epoch=epoch, **self._order._asdict())
-        if self._order.uneven == "drop" and not len(indices):
+        start, self._loaded = self._loaded or Position(self._epoch, 0), None
+        epoch, before = start.epoch, start.before
+        indices = slice_indices(
+            len(self._files), grid, epoch=epoch, before=before, **self._order._asdict()
+        )
+        # What earlier grids left of an epoch may well be less than a file for each stream.
+        if self._order.uneven == "drop" and not len(indices) and not before:
             raise EmptyVolumeError(
                 f'{self.path} has {len(self._files)} files for {grid.slots} streams: uneven="drop" '
                 f"leaves none. Use fewer ranks or workers ({grid.world_size} x {grid.num_workers} "
                 'here), or uneven="pad".'
             )
-        if loaded is not None and loaded.finished:
-            delivered = len(indices)
-        self._pass = _Pass(epoch, delivered, indices)
+        delivered = len(indices) if start.finished else start.delivered
+        self._pass = StreamPass(epoch, delivered, indices, before)
         return self._pass
 
     def _next_item(
-        self, ahead: ReadAhead, current: "_Pass", transform: Callable[[str], _T]
+        self, ahead: ReadAhead, current: StreamPass, transform: Callable[[str], _T]
     ) -> tuple[Lease, _T]:
         place = current.delivered
         try:
@@ -268,7 +284,7 @@ class UCVolumeDataset(IterableDataset[str]):
     def _substitute(
         self,
         ahead: ReadAhead,
-        current: "_Pass",
+        current: StreamPass,
         transform: Callable[[str], _T],
         bad: str,
         error: Exception,
@@ -296,23 +312,8 @@ class UCVolumeDataset(IterableDataset[str]):
             "volume, and the function given to map()."
         ) from error
 
-    def _name(self, current: "_Pass", place: int) -> str:
+    def _name(self, current: StreamPass, place: int) -> str:
         return volume_path.join(self.path, self._files[int(current.indices[place])].name)
-
-
-class _Pass:
-    """One pass of one stream; ``delivered`` counts from the epoch's start.
-
-    Attributes:
-        good: The place of the file that was delivered last, None before the first one.
-    """
-
-    def __init__(self, epoch: int, delivered: int, indices: Indices) -> None:
-        self.epoch = epoch
-        self.delivered = delivered
-        self.indices = indices
-        self.ended = False
-        self.good: int | None = None
 
 
 def _transformed(lease: Lease, transform: Callable[[str], _T]) -> _T:

@@ -14,9 +14,8 @@ wrap twice. The position lives on the loader, so it is there after the iterator 
 """
 
 import copy
-import math
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing.context import BaseContext
 from typing import Any, TypeVar
 
@@ -25,6 +24,7 @@ import torch.utils.data
 from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
 from typing_extensions import override
 
+from air_lightning.data.elastic import batches_left, position_from
 from air_lightning.data.options import (
     PREFETCH_FACTOR,
     resolve_context,
@@ -33,8 +33,8 @@ from air_lightning.data.options import (
     resolve_workers,
 )
 from air_lightning.data.passes import Pass, RoundRobinIter, TimedIterator
-from air_lightning.data.progress import Identity, Position, epoch_of, from_state, to_state
-from air_lightning.data.stream import Checkpointable, Grid, current_rank
+from air_lightning.data.progress import Identity, Position, epoch_of, to_state
+from air_lightning.data.stream import Checkpointable, current_rank
 from air_lightning.data.timing import WaitTimer, sending_paused
 from air_lightning.data.turns import Turns
 from air_lightning.data.worker import WorkerSide, stream_seed
@@ -66,6 +66,8 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         generator: Draws the workers' base seed, as in torch's. None: for a Checkpointable
             dataset a generator of the loader's own, so that iterating draws nothing from torch's
             global one.
+        elastic: Whether ``load_state_dict`` takes the states of all ranks of another grid, and
+            shares out over this one what they left of the epoch.
 
     Passes and epochs: a pass that was finished (``StopIteration``, or ``len(loader)`` batches
     taken) is followed by the next epoch; one that was abandoned by the same epoch from its start.
@@ -106,6 +108,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         persistent_workers: bool = True,  # noqa: ARG002 - torch's argument; always on
         pin_memory_device: str = "",
         in_order: bool = True,
+        elastic: bool = False,
     ) -> None:
         workers = resolve_workers(num_workers)
         super().__init__(
@@ -127,6 +130,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             pin_memory_device=pin_memory_device,
             in_order=in_order,
         )
+        self.elastic = elastic
         self._history = deque([Position(epoch_of(dataset))], maxlen=HISTORY + 1)
         self._dataset_epoch = epoch_of(dataset)
         self._carries = not hasattr(dataset, "set_epoch")
@@ -203,7 +207,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         if hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(position.epoch)
         self._dataset_epoch = epoch_of(self.dataset)
-        seed = stream_seed(self.dataset, current_rank()[0])
+        seed = stream_seed(self.dataset, current_rank()[0], len(position.before))
         if self._side is None:
             self._side = WorkerSide(self.dataset)
         self._side.announce(position.epoch, seed)
@@ -215,11 +219,13 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             return self._iterator
         # Without workers the dataset is as alive as a live worker's, unless a state was loaded.
         tell = self.num_workers > 0 or position.loaded is not None
+        standings, before = (position.known, position.before) if tell else ({}, ())
         workers = self.num_workers
         self._side.equip(
             self.collate_fn,
             self.worker_init_fn,
-            position.known if tell else {},
+            standings,
+            before,
             turns=Turns(workers, self.batch_size or 1) if workers else None,
             first_worker=position.next_worker,
         )
@@ -257,16 +263,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         return position.batches + self._batches_left(position)
 
     def _batches_left(self, position: Position) -> int:
-        rank, world_size = current_rank()
-        streams = max(1, self.num_workers)
-        dataset: Any = self.dataset
-        batches = 0
-        for worker in range(streams):
-            items = dataset.slice_length(Grid(rank, world_size, worker, streams))
-            standing = position.standings.get(worker)
-            left = (items - (standing.items if standing else 0)) / (self.batch_size or 1)
-            batches += math.floor(left) if self.drop_last else math.ceil(left)
-        return batches
+        return batches_left(self.dataset, position, self._identity())
 
     @property
     def epoch(self) -> int:
@@ -311,20 +308,24 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             position = self._next_position()
         return to_state(position, self._identity(), carry=self._carries)
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state_dict: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
         """Go on from a state: the next ``iter()`` begins with the batch after it.
+
+        Args:
+            state_dict: This rank's state, or the states of all ranks. With ``elastic=True`` these
+                may be of another grid; what it left is shared out, each file once.
 
         Live workers are shut down; the next ``iter()`` forks new ones that skip what was
         delivered. Until the first ``next()``, ``state_dict()`` returns what was loaded.
 
         Raises:
             NotCheckpointableError: The dataset has no state.
-            GridMismatchError: The state was taken with other numbers of ranks or workers.
+            GridMismatchError: It is of another grid, and cannot be or must not be shared out.
             StateError: It is of an unknown version, malformed, another rank's, or was taken
                 mid-epoch of another file list.
         """
         self._require_checkpointable()
-        position = from_state(state_dict, self._identity())
+        position = position_from(state_dict, self.dataset, self._identity(), elastic=self.elastic)
         self._drop_pool()
         self.pass_token = self._asked_epoch = None
         self._history.clear()
@@ -334,9 +335,9 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
     def _identity(self) -> Identity:
         if self._files is None and hasattr(self.dataset, "file_list_state"):
             self._files = self.dataset.file_list_state()
-        rank, world_size = current_rank()
-        grid = (rank, world_size, self.num_workers)
-        return Identity(*grid, self.batch_size, self._files, not self._carries)
+        order = self.dataset.order_state() if hasattr(self.dataset, "order_state") else None
+        place = (*current_rank(), self.num_workers, self.batch_size, self._files)
+        return Identity(*place, not self._carries, order, self.drop_last)
 
     @property
     def _checkpointable(self) -> bool:

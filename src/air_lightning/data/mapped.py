@@ -6,6 +6,7 @@ from typing import Any, Generic, TypeVar
 from torch.utils.data import IterableDataset
 
 from air_lightning.data.dataset import UCVolumeDataset
+from air_lightning.data.layers import Layer
 from air_lightning.data.stream import Grid
 from air_lightning.errors import InvalidArgumentError
 
@@ -52,13 +53,21 @@ class MappedDataset(IterableDataset[_T], Generic[_T]):
         """Items that this rank delivers in one epoch."""
         return len(self.source)
 
-    def slice_length(self, grid: Grid) -> int:
+    def slice_length(self, grid: Grid, before: tuple[Layer, ...] = ()) -> int:
         """Items that the stream at this place of the grid delivers in one epoch."""
-        return self.source.slice_length(grid)
+        return self.source.slice_length(grid, before)
 
     def file_list_state(self) -> dict[str, Any]:
         """What identifies the file list."""
         return self.source.file_list_state()
+
+    def order_state(self) -> dict[str, Any]:
+        """What decides which item is the i-th of an epoch, but for the file list."""
+        return self.source.order_state()
+
+    def redistribute(self, before: tuple[Layer, ...]) -> None:
+        """Let the next pass deal what other grids left of the present epoch."""
+        self.source.redistribute(before)
 
     def state_dict(self) -> dict[str, Any]:
         """Where the calling process's stream stands."""

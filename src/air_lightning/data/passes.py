@@ -24,7 +24,8 @@ class Pass:
         # until the garbage collector happens to run.
         self._token = loader.pass_token = object()
         self._enter(loader.begin())
-        self._resumed = self._position.batches > 0
+        # What other grids left may be nothing for this rank, but something for others.
+        self._resumed = self._position.batches > 0 and not self._position.before
         self._failed = self._ended = False
 
     def _enter(self, begun: tuple[Position, Iterator[Any]]) -> None:

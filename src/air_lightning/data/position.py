@@ -8,7 +8,9 @@ an epoch the same count means other files.
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from air_lightning.data.stream import Grid, Uneven, slice_length
+from air_lightning.data import layers
+from air_lightning.data.layers import Layer
+from air_lightning.data.stream import Grid, Indices, Uneven, slice_length
 from air_lightning.errors import GridMismatchError, StateError
 
 VERSION = 1
@@ -23,11 +25,38 @@ class Order(NamedTuple):
 
 
 class Position(NamedTuple):
-    """Files delivered by a stream in an epoch, and whether these are all."""
+    """Files delivered by a stream in an epoch, and whether these are all.
+
+    Attributes:
+        epoch: The epoch.
+        delivered: Files delivered on this grid.
+        finished: Whether the stream has no more.
+        before: What other grids delivered of the epoch, before this one.
+    """
 
     epoch: int
     delivered: int
     finished: bool = False
+    before: tuple[Layer, ...] = ()
+
+
+class StreamPass:
+    """One pass of one stream; ``delivered`` counts from the epoch's start on this grid.
+
+    Attributes:
+        before: What other grids delivered of the epoch, before this one.
+        good: The place of the file that was delivered last, None before the first one.
+    """
+
+    def __init__(
+        self, epoch: int, delivered: int, indices: Indices, before: tuple[Layer, ...]
+    ) -> None:
+        self.epoch = epoch
+        self.delivered = delivered
+        self.indices = indices
+        self.before = before
+        self.ended = False
+        self.good: int | None = None
 
 
 def to_state(
@@ -43,17 +72,19 @@ def to_state(
         "grid": {"world_size": grid.world_size, "num_workers": grid.num_workers},
         "order": order._asdict(),
         "files": dict(files),
+        "before": layers.to_json(position.before),
     }
 
 
 def from_state(
-    state: Mapping[str, Any], epoch: int, grid: Grid, order: Order, files: Mapping[str, Any]
+    state: Mapping[str, Any], here: Position, grid: Grid, order: Order, files: Mapping[str, Any]
 ) -> Position:
     """The position that a state dict gives to the stream here.
 
     Args:
         state: At least ``version``, ``delivered``, ``rank`` and ``worker_id``.
-        epoch: The epoch of a state that names none.
+        here: Where the stream would begin: has the epoch of a state that names none, and the
+            earlier grids of a state of that epoch that does not speak of them.
         grid: The stream here.
         order: The order here.
         files: The file list here.
@@ -65,16 +96,20 @@ def from_state(
     """
     _check_version(state)
     delivered = _count(state, "delivered")
-    epoch = _count(state, "epoch") if "epoch" in state else epoch
+    epoch = _count(state, "epoch") if "epoch" in state else here.epoch
     _check_stream(state, grid)
     taken_files = _mapping(state, "files") or files
     taken_order = _mapping(state, "order") or order._asdict()
-    length = _length(taken_files, taken_order, grid)
-    if delivered == 0:
+    before = here.before if epoch == here.epoch else ()
+    if "before" in state:
+        before = layers.from_json(state["before"], _count(taken_files, "count"))
+    length = _length(taken_files, taken_order, grid, before)
+    if delivered == 0 and not before:
         return Position(epoch, 0)
-    _check_grid(state, grid)
-    if delivered == length:
-        return Position(epoch, delivered, finished=True)
+    if delivered > 0:
+        _check_grid(state, grid)
+        if delivered == length:
+            return Position(epoch, delivered, finished=True, before=before)
     _check_order(taken_order, order, epoch)
     _check_files(taken_files, files, epoch, delivered)
     if delivered > length:
@@ -83,7 +118,7 @@ def from_state(
             f"{grid.rank}, worker {grid.worker} has {length} per epoch. Load it on the grid and "
             "with the options it was taken with."
         )
-    return Position(epoch, delivered)
+    return Position(epoch, delivered, before=before)
 
 
 def _check_version(state: Any) -> None:
@@ -120,9 +155,11 @@ def _mapping(state: Mapping[str, Any], key: str) -> Mapping[str, Any] | None:
     return value
 
 
-def _length(files: Mapping[str, Any], order: Mapping[str, Any], grid: Grid) -> int:
+def _length(
+    files: Mapping[str, Any], order: Mapping[str, Any], grid: Grid, before: tuple[Layer, ...]
+) -> int:
     """Files per epoch of the stream, as it was when the state was taken."""
-    return slice_length(_count(files, "count"), grid, order.get("uneven", "keep"))
+    return slice_length(_count(files, "count"), grid, order.get("uneven", "keep"), before)
 
 
 def _check_stream(state: Mapping[str, Any], grid: Grid) -> None:

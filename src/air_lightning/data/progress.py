@@ -1,6 +1,6 @@
 """Where a loader stands: what was consumed, as a value and as a state dict.
 
-A state dict is checked in this order: version, grid, rank, shape of the payload, file list. Every
+A state dict is checked in this order: version, grid, shape of the payload, rank, file list. Every
 check comes before anything is changed, so a refused state leaves the loader as it was.
 """
 
@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
+from air_lightning.data import layers
+from air_lightning.data.layers import Layer
 from air_lightning.data.options import EPOCHS
 from air_lightning.data.worker import Standing
 from air_lightning.errors import GridMismatchError, StateError
@@ -22,7 +24,8 @@ _WANTED = "Load the dict that state_dict() returned, unaltered or through JSON a
 class Identity(NamedTuple):
     """What a state belongs to: this loader's place in the grid, batch size and file list.
 
-    ``tells_epoch``: whether the loader tells its dataset the epoch.
+    ``tells_epoch``: whether the loader tells its dataset the epoch. ``order``: what decides which
+    file is the i-th of an epoch; None for a dataset that cannot go on from what other grids left.
     """
 
     rank: int
@@ -31,6 +34,8 @@ class Identity(NamedTuple):
     batch_size: int | None
     files: Mapping[str, Any] | None
     tells_epoch: bool = False
+    order: Mapping[str, Any] | None = None
+    drop_last: bool = False
 
 
 @dataclass(frozen=True)
@@ -39,12 +44,14 @@ class Position:
 
     Attributes:
         epoch: The epoch that the batches belong to.
-        batches: Batches consumed of it by this rank.
+        batches: Batches consumed of it by this rank. After a change of grids: those of a whole
+            epoch on this grid, less those that are left.
         next_worker: The worker whose turn it is; batches go round robin.
         standings: Where each stream stands that has delivered anything.
         origins: For a dataset that counts epochs itself, where each stream stood at the end of
             the epoch before: a fresh one would begin with the shuffle of its first epoch.
         finished: Whether nothing of this epoch is left.
+        before: What other grids delivered of the epoch, before this one.
         loaded: The state dict that this position came from, until something was consumed.
     """
 
@@ -54,6 +61,7 @@ class Position:
     standings: Mapping[int, Standing] = field(default_factory=dict)
     origins: Mapping[int, Standing] = field(default_factory=dict)
     finished: bool = False
+    before: tuple[Layer, ...] = ()
     loaded: Mapping[str, Any] | None = field(default=None, compare=False)
 
     def after(self, worker: int, standing: Standing, *, streams: int) -> "Position":
@@ -66,12 +74,18 @@ class Position:
             standings=standings,
             origins=self.origins,
             finished=len(standings) == streams and all(s.ended for s in standings.values()),
+            before=self.before,
         )
 
     @property
     def known(self) -> dict[int, Standing]:
         """What a fresh worker must be told, by worker."""
         return {**self.origins, **self.standings}
+
+    @property
+    def begun(self) -> bool:
+        """Whether anything of the epoch was consumed, be it on another grid."""
+        return self.batches > 0 or bool(self.before)
 
     def end(self) -> "Position":
         """The same position, known to be the end of its epoch."""
@@ -110,7 +124,7 @@ def to_state(position: Position, identity: Identity, *, carry: bool = False) -> 
     position = position.settled(carry=carry)
     if position.loaded is not None:
         return copy.deepcopy(dict(position.loaded))
-    return {
+    state: dict[str, Any] = {
         "version": VERSION,
         "world_size": identity.world_size,
         "num_workers": identity.num_workers,
@@ -124,6 +138,13 @@ def to_state(position: Position, identity: Identity, *, carry: bool = False) -> 
         "items": {str(w): s.items for w, s in position.known.items()},
         "ended": sorted(w for w, s in position.known.items() if s.ended),
     }
+    if identity.order is not None:
+        state["order"] = dict(identity.order)
+        state["before"] = layers.to_json(position.before)
+        # It is the same for all, and may be long: a loader can have 48 workers.
+        for stream in state["workers"].values():
+            stream.pop("before", None)
+    return state
 
 
 def from_state(state: Mapping[str, Any], identity: Identity) -> Position:
@@ -134,20 +155,23 @@ def from_state(state: Mapping[str, Any], identity: Identity) -> Position:
             mid-epoch of another file list.
         GridMismatchError: It was taken with other numbers of ranks or workers.
     """
-    _check_version(state)
+    check_version(state)
     _check_grid(state, identity)
     position = _parse(state, identity)
+    position = replace(position, before=_before(state, identity))
     _check_counts(position)
     if identity.tells_epoch:
         _check_epochs(position, identity)
-    if position.batches > 0:
+    if position.begun:
         _check_rank(state, identity)
         _check_files(state, identity)
-        _warn_batch_size(state, identity)
+        _check_order(state, identity)
+        warn_batch_size(state, identity)
     return position
 
 
-def _check_version(state: Any) -> None:
+def check_version(state: Any) -> None:
+    """Refuse what is no loader state, or one of an unknown version."""
     if not isinstance(state, Mapping):
         raise StateError(
             f"A {type(state).__name__} was given as loader state; the dict that state_dict() "
@@ -168,8 +192,25 @@ def _check_grid(state: Mapping[str, Any], identity: Identity) -> None:
             f"The loader state was taken with world_size={taken[0]}, num_workers={taken[1]}, and "
             f"this loader runs with world_size={here[0]}, num_workers={here[1]}: its positions "
             f"would skip and repeat files. Resume with {taken[0]} ranks and "
-            f"num_workers={taken[1]}, or begin an epoch without loading the state."
+            f"num_workers={taken[1]}, give the loader elastic=True and the states of all "
+            f"{taken[0]} ranks to share out what is left, or begin an epoch without loading."
         )
+
+
+def _before(state: Mapping[str, Any], identity: Identity) -> tuple[Layer, ...]:
+    value = state.get("before") or []
+    if value and (identity.order is None or identity.files is None):
+        raise StateError(
+            "The loader state was taken in an epoch that other grids began, and this loader's "
+            "dataset cannot go on from what they left (it has no redistribute()). Load it over a "
+            "UCVolumeDataset, as when it was saved."
+        )
+    if not value:
+        return ()
+    count = (state.get("files") or {}).get("count")
+    if type(count) is not int:
+        raise StateError(f"The loader state has files={state.get('files')!r}. {_WANTED}")
+    return layers.from_json(value, count)
 
 
 def _check_rank(state: Mapping[str, Any], identity: Identity) -> None:
@@ -194,10 +235,27 @@ def _check_files(state: Mapping[str, Any], identity: Identity) -> None:
     )
 
 
+def _check_order(state: Mapping[str, Any], identity: Identity) -> None:
+    taken, here = state.get("order"), identity.order
+    if not isinstance(taken, Mapping) or here is None:
+        return
+    # Not "uneven": what a list was padded with or cut by is no part of what was delivered.
+    changed = [key for key in ("shuffle", "seed") if taken.get(key) != here[key]]
+    if changed:
+        then, now = ({key: order.get(key) for key in changed} for order in (taken, here))
+        raise StateError(
+            f"The loader state was taken in the middle of epoch {state['epoch']} with {then}, and "
+            f"this loader's dataset has {now}: the files come in another order here. Construct it "
+            "as it was, or begin the next epoch without loading the state "
+            f"(set_epoch({state['epoch'] + 1}))."
+        )
+
+
 def _check_counts(position: Position) -> None:
     """Every batch has an item at least, and what was delivered was delivered in batches."""
     batches, items = position.batches, sum(s.items for s in position.standings.values())
-    if batches > items or (batches == 0 and items > 0):
+    # After a change of grids, batches count those that other grids consumed.
+    if (batches > items and not position.before) or (batches == 0 and items > 0):
         raise StateError(
             f"The loader state contradicts itself: batches={batches}, and the items of its "
             f"workers are {items} in all. {_WANTED}"
@@ -220,13 +278,14 @@ def _check_epochs(position: Position, identity: Identity) -> None:
             )
 
 
-def _warn_batch_size(state: Mapping[str, Any], identity: Identity) -> None:
+def warn_batch_size(state: Mapping[str, Any], identity: Identity) -> None:
+    """Say that batches were of another size; two calls below load_state_dict."""
     if state.get("batch_size") != identity.batch_size:
         warnings.warn(
             f"The loader state was taken with batch_size={state.get('batch_size')}, and this "
             f"loader has batch_size={identity.batch_size}: the epoch goes on with the files that "
             "are left, in batches of another size than those before.",
-            stacklevel=4,
+            stacklevel=5,
         )
 
 

@@ -2,7 +2,8 @@
 
 File ``i`` of an epoch's order belongs to slot ``i mod (world_size * num_workers)``, and each
 ``(rank, worker)`` owns one slot: every file is delivered once per epoch, whatever the grid. The
-order is a pure function of seed, epoch and the number of files.
+order is a pure function of seed, epoch and the number of files. After a change of grids within an
+epoch the same rule deals what the grids before left (layers.py).
 
 This is the one place that asks torch which rank and worker this is, at the moment of use.
 """
@@ -14,6 +15,8 @@ import numpy as np
 import numpy.typing as npt
 import torch.distributed
 from torch.utils.data import get_worker_info
+
+from air_lightning.data.layers import Layer, left, left_count
 
 Indices: TypeAlias = npt.NDArray[np.int64]
 Uneven: TypeAlias = Literal["keep", "pad", "drop"]
@@ -105,9 +108,19 @@ class set_worker:  # noqa: N801 - used as a function and as a context manager, l
         _override = self._previous
 
 
-def slice_length(count: int, grid: Grid, uneven: Uneven = "keep") -> int:
-    """How many of ``count`` files the grid's slot delivers in one epoch."""
-    return len(range(grid.slot, _total(count, grid.slots, uneven), grid.slots))
+def slice_length(
+    count: int, grid: Grid, uneven: Uneven = "keep", before: tuple[Layer, ...] = ()
+) -> int:
+    """How many of ``count`` files the grid's slot delivers in one epoch.
+
+    Args:
+        count: Number of files.
+        grid: Whose slice.
+        uneven: As of ``slice_indices``.
+        before: What earlier grids delivered: the slice is one of what they left.
+    """
+    left_over = left_count(count, before)
+    return len(range(grid.slot, _total(left_over, grid.slots, uneven), grid.slots))
 
 
 def rank_length(count: int, grid: Grid, uneven: Uneven = "keep") -> int:
@@ -124,24 +137,29 @@ def slice_indices(
     shuffle: bool = False,
     seed: int = 0,
     epoch: int = 0,
+    before: tuple[Layer, ...] = (),
 ) -> Indices:
     """The file numbers that the grid's slot delivers in one epoch, in order.
 
     Args:
         count: Number of files.
         grid: Whose slice.
-        uneven: ``"pad"`` repeats files from the epoch's start until all slices are equally long,
+        uneven: ``"pad"`` repeats files from the list's start until all slices are equally long,
             ``"drop"`` leaves out files at its end, ``"keep"`` does neither.
         shuffle: Whether the epoch's order is shuffled.
         seed: Seed of the shuffle.
         epoch: The epoch.
+        before: What earlier grids delivered of it: what they left, in order, is dealt.
 
     Returns:
-        An array of int64, of length ``slice_length(count, grid, uneven)``.
+        An array of int64, of length ``slice_length(count, grid, uneven, before)``.
     """
-    positions = np.arange(grid.slot, _total(count, grid.slots, uneven), grid.slots, dtype=np.int64)
-    if count:
-        positions %= count
+    dealt = left_count(count, before)
+    positions = np.arange(grid.slot, _total(dealt, grid.slots, uneven), grid.slots, dtype=np.int64)
+    if dealt:
+        positions %= dealt
+    if before:
+        positions = left(count, before)[positions]
     return shuffled(count, seed, epoch)[positions] if shuffle else positions
 
 
@@ -166,7 +184,7 @@ def _splitmix(number: int) -> int:
 
 
 def _total(count: int, slots: int, uneven: Uneven) -> int:
-    """The length of the epoch's order once it is padded or cut."""
+    """The length of a list once it is padded or cut."""
     if uneven == "pad":
         return -(-count // slots) * slots
     return count // slots * slots if uneven == "drop" else count

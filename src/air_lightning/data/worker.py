@@ -12,6 +12,7 @@ still prefetched keeps its state with it.
 """
 
 import contextlib
+import functools
 import hashlib
 import mmap
 import os
@@ -25,6 +26,7 @@ import torch
 from torch.utils.data import default_convert, get_worker_info
 from torch.utils.data._utils.pin_memory import pin_memory
 
+from air_lightning.data.layers import Layer
 from air_lightning.data.turns import Turns, take_part
 
 State = dict[str, Any]
@@ -100,6 +102,7 @@ class WorkerSide:
         self._collate_fn: Callable[[Any], Any] = default_convert
         self._worker_init_fn: Callable[[int], None] | None = None
         self._standings: dict[int, Standing] = {}
+        self._before: tuple[Layer, ...] = ()
         self._beginning: State | None = None
         self._stream: _Stream | None = None
         self._turns: Turns | None = None
@@ -110,6 +113,8 @@ class WorkerSide:
         collate_fn: Callable[[Any], Any],
         worker_init_fn: Callable[[int], None] | None,
         standings: Mapping[int, Standing],
+        before: tuple[Layer, ...] = (),
+        *,
         turns: Turns | None = None,
         first_worker: int = 0,
     ) -> None:
@@ -120,6 +125,7 @@ class WorkerSide:
             worker_init_fn: The user's, called first in each worker, or None.
             standings: Where the streams stand at the next pass, by worker; a stream that is not
                 named begins at its start.
+            before: What other grids delivered of the next pass's epoch, for the next pass alone.
             turns: Orders the downloads of the workers; None without workers.
             first_worker: Whose batch is the first one of the next pass.
         """
@@ -127,6 +133,7 @@ class WorkerSide:
         self._collate_fn = collate_fn
         self._worker_init_fn = worker_init_fn
         self._standings = dict(standings)
+        self._before = before
 
     def announce(self, epoch: int, seed: int) -> None:
         """Tell live workers, and those forked from now on, what the next pass is."""
@@ -147,7 +154,9 @@ class WorkerSide:
         worker = 0 if info is None else info.id
         epoch, seed = self._signal.read()
         standing = self._standings.pop(worker, None)
-        self._stream = _Stream(self._open, worker, epoch, seed, standing)
+        before, self._before = self._before, ()
+        opener = functools.partial(self._open, before)
+        self._stream = _Stream(opener, worker, epoch, seed, standing)
         if self._turns is not None:
             take_part(self._turns.turn(worker, self._first_worker))
             self._first_worker = 0  # of every later pass
@@ -161,10 +170,14 @@ class WorkerSide:
         worker, delivered, ended = self._stream.close_batch()
         return Delivered(batch, worker, Standing(delivered, self._dataset.state_dict(), ended))
 
-    def _open(self, epoch: int, standing: Standing | None) -> Iterator[Any]:
+    def _open(
+        self, before: tuple[Layer, ...], epoch: int, standing: Standing | None
+    ) -> Iterator[Any]:
         dataset = self._dataset
         if hasattr(dataset, "set_epoch"):
             dataset.set_epoch(epoch)
+        if before:
+            dataset.redistribute(before)
         if standing is not None:
             # Before the standing is loaded: whoever resumes has a beginning to go back to, too.
             self._note_beginning()
@@ -277,9 +290,17 @@ def digest(*parts: object) -> int:
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
 
 
-def stream_seed(dataset: Any, rank: int) -> int:
-    """The seed of a rank's streams: of the dataset's seed, Lightning's if it is set, and rank."""
-    return digest(getattr(dataset, "seed", None), os.environ.get("PL_GLOBAL_SEED"), rank)
+def stream_seed(dataset: Any, rank: int, grids_before: int = 0) -> int:
+    """The seed of a rank's streams: of the dataset's seed, Lightning's if it is set, and rank.
+
+    Args:
+        dataset: The dataset.
+        rank: The rank.
+        grids_before: How many other grids delivered files of the epoch before: their streams have
+            made the draws of the first files of each.
+    """
+    seeds = (getattr(dataset, "seed", None), os.environ.get("PL_GLOBAL_SEED"))
+    return digest(*seeds, rank, grids_before) if grids_before else digest(*seeds, rank)
 
 
 def seed_generators(seed: int) -> None:

@@ -51,6 +51,8 @@ class AirDataModule(LightningDataModule):
         pin_memory: Whether batches are copied to page-locked memory.
         drop_last: Whether a worker's last, smaller batch is left out in training.
         storage_options: Options for fsspec when paths are URLs.
+        elastic: Whether training may go on, in the middle of an epoch, with another number of
+            ranks or workers than it was saved with: what is left is shared out, each file once.
 
     Raises:
         InvalidPathError: A path is neither a volume path nor a URL.
@@ -77,6 +79,7 @@ class AirDataModule(LightningDataModule):
         pin_memory: bool = False,
         drop_last: bool = False,
         storage_options: dict[str, Any] | None = None,
+        elastic: bool = False,
     ) -> None:
         super().__init__()
         given = {"train": train, "val": val, "test": test, "predict": predict}
@@ -98,6 +101,7 @@ class AirDataModule(LightningDataModule):
             ("shuffle", shuffle),
             ("pin_memory", pin_memory),
             ("drop_last", drop_last),
+            ("elastic", elastic),
         ):
             _check("true or false", name, flag, fits=isinstance(flag, bool))
         _check("a function", "decode", decode, fits=decode is None or callable(decode))
@@ -117,6 +121,7 @@ class AirDataModule(LightningDataModule):
         self.seed = whole_seed
         self.uneven = uneven
         self.drop_last = drop_last
+        self.elastic = elastic
         self._decode = decode
         self._listed: dict[tuple[Any, ...], UCVolumeDataset] = {}
         self._dataset_options: dict[str, Any] = {
@@ -178,7 +183,8 @@ class AirDataModule(LightningDataModule):
     @override
     def train_dataloader(self) -> Any:
         """The loader of the training files."""
-        return self._loader(self.train_dataset(), drop_last=self.drop_last)
+        dataset = self.train_dataset()
+        return self._loader(dataset, drop_last=self.drop_last, elastic=self.elastic)
 
     @override
     def val_dataloader(self) -> Any:
@@ -195,13 +201,12 @@ class AirDataModule(LightningDataModule):
         """The loader of the files to predict."""
         return self._loader(self.predict_dataset())
 
-    def _loader(self, dataset: Any, *, drop_last: bool = False) -> Any:
+    def _loader(self, dataset: Any, **options: Any) -> Any:
         # Lightning warns of any IterableDataset with a length, since a worker may not know its
         # part of it. Ours do: the loader's length is exact.
         warnings.filterwarnings("ignore", "Your `IterableDataset` has `__len__` defined")
-        return DataLoader(
-            dataset, batch_size=self.batch_size, drop_last=drop_last, **self._loader_options
-        )
+        options = {**self._loader_options, **options}
+        return DataLoader(dataset, batch_size=self.batch_size, **options)
 
 
 def _check(wanted: str, name: str, value: object, *, fits: bool) -> None:
