@@ -6,7 +6,9 @@ them: FileNotFoundError, a full disk (ENOSPC, EDQUOT), and errors that are ours 
 
 import errno
 import logging
+import os
 import random
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -38,6 +40,8 @@ _TRANSIENT_STATUS = frozenset({408, 429, 500, 502, 503, 504})
 _THROTTLING_CODES = frozenset(
     {"SlowDown", "Throttling", "ThrottlingException", "RequestLimitExceeded", "RequestTimeout"}
 )
+_WARNINGS = 3  # retries of a process that are logged as warnings, whatever their rate
+_WARN_EVERY_S = 30.0
 _REMEDIES = {
     errno.EACCES: "Check the permissions of this user on it.",
     errno.EPERM: "Check the permissions of this user on it.",
@@ -56,11 +60,13 @@ class Retry:
         budget_s: Seconds from the first failure after which the error is final.
         first_delay_s: Upper bound of the first delay.
         max_delay_s: Upper bound of any delay.
+        on_retry: Called before each new attempt, in the thread that makes it.
     """
 
     budget_s: float = 60.0
     first_delay_s: float = 0.1
     max_delay_s: float = 8.0
+    on_retry: Callable[[], None] | None = None
 
     def call(self, operation: str, path: str, action: Callable[[], _T]) -> _T:
         """Call ``action`` until it succeeds, fails for good, or the time is up.
@@ -83,6 +89,8 @@ class Retry:
                 failed_at.append(time.monotonic())
                 delay = self._delay_after(operation, path, error, failed_at)
             time.sleep(delay)
+            if self.on_retry is not None:
+                self.on_retry()
 
     def _delay_after(
         self, operation: str, path: str, error: Exception, failed_at: list[float]
@@ -98,11 +106,48 @@ class Retry:
         delay = bound * random.uniform(0.5, 1.0)  # noqa: S311 - spreads load, guards nothing
         if elapsed + delay > self.budget_s:
             raise _exhausted(operation, path, error, attempts, elapsed) from error
-        _logger.warning(
-            "Could not %s %s (attempt %d: %s); trying again in %.1f s",
-            *(operation, path, attempts, _text(error), delay),
+        level, note = _flood.admit()
+        _logger.log(
+            level,
+            "Could not %s %s (attempt %d: %s); trying again in %.1f s%s",
+            *(operation, path, attempts, _text(error), delay, note),
         )
         return delay
+
+
+class _Flood:
+    """Which retries of this process are worth a warning: the first, then one in a while.
+
+    At 1 % of errors, dozens of workers would otherwise bury the training's own log.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._told = 0
+        self._suppressed = 0
+        self._told_at = 0.0
+
+    def admit(self) -> tuple[int, str]:
+        """The level for one more retry, and what to add to its line."""
+        with self._lock:
+            now = time.monotonic()
+            if self._told >= _WARNINGS and now - self._told_at < _WARN_EVERY_S:
+                self._suppressed += 1
+                return logging.DEBUG, ""
+            suppressed, self._suppressed = self._suppressed, 0
+            self._told += 1
+            self._told_at = now
+            note = f" ({suppressed} more such lines at level DEBUG)" if suppressed else ""
+            return logging.WARNING, note
+
+
+def _reset_flood() -> None:
+    global _flood  # noqa: PLW0603 - a fact about the process; a child's parent may hold its lock
+    _flood = _Flood()
+
+
+_flood = _Flood()
+os.register_at_fork(after_in_child=_reset_flood)
 
 
 def is_transient(error: BaseException | None) -> bool:
