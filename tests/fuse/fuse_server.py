@@ -91,10 +91,12 @@ class PassThrough:
 
     def _fault(self, operation: str, path: str) -> dict | None:
         for number, fault in self._faults.get(operation, ()):
-            left = fault["times"] < 0 or self._shared.used[number] < fault["times"]
+            used = self._shared.used[number]
+            left = fault["times"] < 0 or used < fault["times"] + fault["after"]
             if left and fault["name"] in path and self._strikes(number, fault):
                 self._shared.used[number] += 1
-                return fault
+                if used >= fault["after"]:
+                    return fault
         return None
 
     def _strikes(self, number: int, fault: dict) -> bool:

@@ -75,10 +75,16 @@ class Mount(str):
         self._add(operation, errno=error, name=name, times=times, rate=rate, seed=seed)
 
     def hang(
-        self, operation: str, *, seconds: float = 1e9, name: str = "", times: int = -1
+        self,
+        operation: str,
+        *,
+        seconds: float = 1e9,
+        name: str = "",
+        times: int = -1,
+        after: int = 0,
     ) -> None:
-        """Answer an operation only after so many seconds, or when the mount's plan changes."""
-        self._add(operation, seconds=seconds, name=name, times=times)
+        """Answer only after so many seconds, or when the plan changes; all but ``after`` calls."""
+        self._add(operation, seconds=seconds, name=name, times=times, after=after)
 
     def shorten(self, *, name: str = "", times: int = -1, rate: float = 1.0, seed: int = 0) -> None:
         """Let reads give half of the bytes, without an error."""
@@ -141,6 +147,7 @@ _NO_FAULT = {
     "times": -1,
     "rate": 1.0,
     "seed": 0,
+    "after": 0,
 }
 
 

@@ -201,6 +201,7 @@ class _Source:
     """One file to be downloaded; see :class:`~air_lightning.volumes.transfer.Source`."""
 
     step = _CHUNK
+    min_span = 2 << 20  # at 50 MB/s, reading fewer takes no longer than another open
     settle_s = 2.0  # mounts keep sizes for a second
 
     def __init__(self, storage: LocalStorage, name: str) -> None:

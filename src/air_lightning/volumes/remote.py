@@ -123,7 +123,7 @@ class FsspecStorage:
 
     def download(self, info: FileInfo, destination: str) -> int:
         """See :class:`~air_lightning.volumes.base.Storage`."""
-        if len(cut(info.size)) > 1 and self._has_ranges:
+        if len(cut(info.size, _PART)) > 1 and self._has_ranges:
             source = _Source(self, info.name)
             try:
                 return Download(source, info, destination, self._retry).run()
@@ -219,6 +219,7 @@ class _Source:
     """One large file to be downloaded; see :class:`~air_lightning.volumes.transfer.Source`."""
 
     step = _PART
+    min_span = _PART
     settle_s = 0.0  # each question is a request, nothing is outdated
 
     def __init__(self, storage: FsspecStorage, name: str) -> None:

@@ -14,13 +14,12 @@ from collections.abc import Callable, Iterator
 from itertools import pairwise
 
 STREAMS = 4  # of one file
-MIN_SPAN = 4 << 20  # bytes; reading fewer takes less time than opening another handle
 _HELPERS = 12  # threads of a process, beside those that download
 
 
-def cut(size: int) -> list[range]:
+def cut(size: int, min_span: int) -> list[range]:
     """The spans of a file, in order; one where it is too small to share out."""
-    count = max(1, min(STREAMS, size // MIN_SPAN))
+    count = max(1, min(STREAMS, size // min_span))
     edges = [size * number // count for number in range(count + 1)]
     return [range(start, stop) for start, stop in pairwise(edges)]
 

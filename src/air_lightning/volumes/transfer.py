@@ -54,6 +54,7 @@ class Source(Protocol):
     Attributes:
         path: The file as users see it.
         step: Bytes of one read.
+        min_span: Bytes that are worth another stream.
         settle_s: For how long storage may report an outdated size.
         times_differ: Whether listings are known to give other times than handles do; remembered
             here, as each file would otherwise be read twice.
@@ -61,6 +62,7 @@ class Source(Protocol):
 
     path: str
     step: int
+    min_span: int
     settle_s: float
     times_differ: bool
 
@@ -168,7 +170,7 @@ class Download:
     def _read(self) -> set[State]:
         """Read all of it; returns what was reported of it, one state where nothing changed."""
         states: set[State] = set()
-        spans = cut(self._listed.size)
+        spans = cut(self._listed.size, self._source.min_span)
         team = Team(spans, lambda member: self._work(member, states))
         with contextlib.suppress(_EndedError):
             team.run()
