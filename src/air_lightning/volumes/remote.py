@@ -29,6 +29,7 @@ from air_lightning.volumes.transfer import Download, NoRangesError, State, chang
 _T = TypeVar("_T")
 
 _MTIME_KEYS = ("mtime", "LastModified", "last_modified", "updated", "modified", "created")
+_BUCKETS = ("s3", "s3a", "gs", "gcs", "abfs", "abfss", "az")
 _PART = 8 << 20  # bytes of one ranged request, in memory
 _IN_MEMORY = 32 << 20  # bytes of an upload that are kept in memory instead of on disk
 
@@ -53,6 +54,8 @@ class FsspecStorage:
         self._options = dict(storage_options or {})
         self._retry = retry or Retry()
         self._fs_of: tuple[int, Any] | None = None
+        # There are no directories in a bucket, and a mistyped one must not be created.
+        self._in_bucket = root.partition("://")[0] in _BUCKETS
         self._has_ranges = True
         self._times_differ = False
         self._base = self._fs._strip_protocol(root).rstrip("/")
@@ -146,7 +149,8 @@ class FsspecStorage:
         """See :class:`~air_lightning.volumes.base.Storage`."""
         if self._call("stat", "", lambda: self._fresh().isfile(self._base)):
             raise not_a_directory(self.root)
-        self._call("create", "", lambda: self._fs.makedirs(self._base, exist_ok=True))
+        if not self._in_bucket:
+            self._call("create", "", lambda: self._fs.makedirs(self._base, exist_ok=True))
 
     def remove(self, name: str) -> None:
         """See :class:`~air_lightning.volumes.base.Storage`."""
@@ -159,7 +163,12 @@ class FsspecStorage:
             self._call("remove", name, lambda: self._fresh().rm(self._path(name), recursive=True))
 
     def _call(self, operation: str, name: str, action: Callable[[], _T]) -> _T:
-        return self._retry.call(operation, self._visible(name), action)
+        path = self._visible(name)
+        try:
+            return self._retry.call(operation, path, action)
+        except FileNotFoundError as error:
+            # Of a missing bucket clients say so without its name.
+            raise FileNotFoundError(errno.ENOENT, f"{path} does not exist ({error})") from error
 
     def _get_file(self, info: FileInfo, destination: str) -> int:
         """Have the file system copy a file in one request, which gives one version of it."""
@@ -211,6 +220,8 @@ class FsspecStorage:
         try:
             write(*arguments)
         except FileNotFoundError:
+            if self._in_bucket:
+                raise
             self._fs.makedirs(path.rpartition("/")[0], exist_ok=True)
             write(*arguments)
 

@@ -42,9 +42,18 @@ _THROTTLING_CODES = frozenset(
 )
 _WARNINGS = 3  # retries of a process that are logged as warnings, whatever their rate
 _WARN_EVERY_S = 30.0
+# Of clients that we do not import: botocore's and aiohttp's errors that are no OSError.
+_TRANSIENT_CLASSES = frozenset(
+    {
+        *("HTTPClientError", "ConnectionError", "IncompleteReadError", "ResponseStreamingError"),
+        *("ClientConnectionError", "ClientPayloadError", "FSTimeoutError"),
+    }
+)
+_NO_CREDENTIALS = frozenset({"NoCredentialsError", "PartialCredentialsError"})
+_PERMISSIONS = "Check the permissions of this user, or of the credentials in use, on it."
 _REMEDIES = {
-    errno.EACCES: "Check the permissions of this user on it.",
-    errno.EPERM: "Check the permissions of this user on it.",
+    errno.EACCES: _PERMISSIONS,
+    errno.EPERM: _PERMISSIONS,
     errno.EROFS: "It is read-only here; use a place that can be written.",
     errno.ENOTDIR: "A part of the path is a file where a directory is wanted.",
     errno.EISDIR: "It is a directory where a file is wanted.",
@@ -158,6 +167,8 @@ def is_transient(error: BaseException | None) -> bool:
         return True
     if isinstance(error, OSError) and error.errno in _TRANSIENT_NUMBERS:
         return True
+    if _classes(error) & _TRANSIENT_CLASSES and "SSLError" not in _classes(error):
+        return True
     return _is_throttling(error) or is_transient(error.__cause__)
 
 
@@ -171,7 +182,11 @@ def is_kept(error: Exception) -> bool:
 def translate(operation: str, path: str, error: Exception) -> StorageError:
     """The error of ours for a failure that no retry can cure; raise it ``from error``."""
     number = getattr(error, "errno", None)
+    if isinstance(error, PermissionError):
+        number = number or errno.EACCES  # clients of object stores give it no number
     remedy = _REMEDIES.get(number or 0, "See the error that it was raised from.")
+    if _classes(error) & _NO_CREDENTIALS:
+        remedy = "Give credentials in storage_options=, or in the environment as the client wants."
     ours = StorageError(f"Could not {operation} {path}: {_text(error)}. {remedy}")
     ours.errno = number
     return ours
@@ -187,6 +202,10 @@ def _exhausted(
     )
     ours.errno = getattr(error, "errno", None)
     return ours
+
+
+def _classes(error: BaseException) -> set[str]:
+    return {of.__name__ for of in type(error).__mro__}
 
 
 def _is_throttling(error: BaseException) -> bool:
