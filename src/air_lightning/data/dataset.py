@@ -64,7 +64,8 @@ class UCVolumeDataset(IterableDataset[str]):
         read_ahead: How many files each worker downloads ahead, 1024 at most.
         min_free_bytes: Free disk to keep by evicting downloaded files; by default
             ``SGC_FSLAYER_MIN_FREE_DISK_BYTES``, else a tenth of the cache's file system.
-        storage_options: For fsspec URLs, passed to the file system.
+        storage_options: For fsspec URLs, passed to the file system, as ``{"anon": True}``; by
+            default the client finds credentials itself, as in the environment.
 
     Attributes:
         path: The normalized path.
