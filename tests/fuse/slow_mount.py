@@ -165,7 +165,7 @@ def slow_mount(
     types: bool = True,
     flush: bool = True,
     attr_timeout_s: float = 0.0,
-    entry_timeout_s: float = 1.0,
+    entry_timeout_s: float | None = None,
 ) -> Iterator[Mount]:
     """Mount ``source`` for the block.
 
@@ -181,7 +181,8 @@ def slow_mount(
         types: Whether listings say what is a directory.
         flush: Whether it is told of each close: a request more per file.
         attr_timeout_s: For how long the kernel keeps sizes and times.
-        entry_timeout_s: For how long the kernel keeps names.
+        entry_timeout_s: For how long the kernel keeps names; by default as long, and a second at
+            least.
     """
     control = tempfile.mkdtemp(prefix="slow-mount-")
     os.mkdir(f"{control}/mount")
@@ -192,6 +193,8 @@ def slow_mount(
     plan = {"delays": delays, "faults": []}
     plan |= {"bandwidth": bandwidth, "stream_bandwidth": stream_bandwidth}
     _write_plan(control, plan)
+    if entry_timeout_s is None:
+        entry_timeout_s = max(1.0, attr_timeout_s)
     options = {"attr_timeout": attr_timeout_s, "entry_timeout": entry_timeout_s}
     options |= {"flush": flush, "types": types}
     server = _Server(os.fspath(source), control, options)

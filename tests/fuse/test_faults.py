@@ -178,7 +178,7 @@ def test_a_file_that_changes_while_it_is_read_never_comes_out_mixed(
     (source / "00007.bin").write_bytes(content(7, 0, size))
     with slow_mount(source) as mount:
         storage = open_storage(f"file://{mount}")
-        info = next(info for info in storage.list_files() if info.name == "00007.bin")
+        info = storage.stat("00007.bin")
         before = size // 1_500_000 + 1  # requests of old bytes that are answered
         mount.hang("read", name="00007", after=before)
         target = tmp_path / "copy"
@@ -223,7 +223,7 @@ def test_downloads_are_right_whatever_the_size_and_the_short_reads(
     (source / "00007.bin").write_bytes(content(7, 0, size))
     with slow_mount(source, attr_timeout_s=attr_timeout_s) as mount:
         storage = open_storage(f"file://{mount}")
-        info = next(info for info in storage.list_files() if info.name == "00007.bin")
+        info = storage.stat("00007.bin")
         mount.shorten(name="00007", times=3)
         assert storage.download(info, str(tmp_path / "copy")) == size
         assert (tmp_path / "copy").read_bytes() == content(7, 0, size)
@@ -235,7 +235,7 @@ def test_short_reads_that_last_are_an_error_that_names_them(source, tmp_path):
     with slow_mount(source) as mount:
         storage = open_storage(f"file://{mount}", retry=Retry(budget_s=0.5))
         mount.shorten(name="00007")
-        info = next(info for info in storage.list_files() if info.name == "00007.bin")
+        info = storage.stat("00007.bin")
         with pytest.raises(OSError, match=r"00007\.bin.*short read.*attempts"):
             storage.download(info, str(tmp_path / "copy"))
 
@@ -244,7 +244,7 @@ def test_a_file_that_never_holds_still_is_an_error_within_the_budget(source, tmp
     """Somebody who goes on writing a file is told how to write it."""
     with slow_mount(source) as mount:
         storage = open_storage(f"file://{mount}", retry=Retry(budget_s=0.5))
-        info = next(info for info in storage.list_files() if info.name == "00007.bin")
+        info = storage.stat("00007.bin")
         mount.delay(read=0.05)
         stop = threading.Event()
 
@@ -268,7 +268,7 @@ def test_a_large_file_is_opened_four_times_and_a_small_one_once(source, tmp_path
     (source / "00007.bin").write_bytes(content(7, 0, 9_000_000))
     with slow_mount(source) as mount:
         storage = open_storage(f"file://{mount}")
-        infos = {info.name: info for info in storage.list_files()}
+        infos = {name: storage.stat(name) for name in ("00006.bin", "00007.bin")}
         for name, opens in (("00006.bin", 1), ("00007.bin", 4)):
             before = mount.counts()["open"]
             mount.hang("read", seconds=0.2, name=name)
@@ -282,7 +282,7 @@ def test_the_first_error_of_a_stream_stops_the_others(source, tmp_path):
     (source / "00007.bin").write_bytes(content(7, 0, 64_000_000))
     with slow_mount(source, stream_bandwidth=20e6) as mount:
         storage = open_storage(f"file://{mount}")
-        info = next(info for info in storage.list_files() if info.name == "00007.bin")
+        info = storage.stat("00007.bin")
         mount.fail("open", errno.EACCES, name="00007", times=1)
         with pytest.raises(OSError, match=r"00007\.bin.*permissions"):
             storage.download(info, str(tmp_path / "copy"))
