@@ -1,5 +1,6 @@
 """A training pass over a mount that fails: every file once and right, or one error that helps."""
 
+import contextlib
 import errno
 import hashlib
 import os
@@ -143,17 +144,38 @@ def a_worker() -> int:
     raise AssertionError("no worker")
 
 
+@contextlib.contextmanager
+def replaced_when_opened(mount: Mount, source: Path, data: bytes) -> Iterator[None]:
+    """Write file 7 anew while its open is under way: its size was asked for before."""
+    mount.hang("open", name="00007")
+    asked = mount.counts()["open"]
+
+    def replace() -> None:
+        while not any("00007" in path for _, path in opened(mount)[asked:]):
+            time.sleep(0.01)
+        (source / "00007.bin").write_bytes(data)
+        mount.heal()
+
+    thread = threading.Thread(target=replace)
+    thread.start()
+    yield
+    thread.join()
+
+
+def opened(mount: Mount) -> list[list[str]]:
+    return [call for call in mount.calls() if call[0] == "open"]
+
+
 @pytest.mark.parametrize("size", [SIZE + 1, SIZE - 1, 0])
 def test_a_file_of_another_size_stops_the_pass_or_is_skipped(mount, source, size):
     """The error says which file, how large it was and is, and what to do; skip replaces it."""
-    strict, lenient = loader_of(mount), loader_of(mount, on_error="skip")
-    (source / "00007.bin").write_bytes(content(7, 1, size))
-    with pytest.raises(
-        FileChangedError,
-        match=f"00007.bin was listed with {SIZE} bytes and {size} came.*on_error",
-    ):
-        flat(strict)
-    items = flat(lenient)
+    wanted = f"00007.bin was listed with {SIZE} bytes and {size} came.*on_error"
+    changing = replaced_when_opened(mount, source, content(7, 1, size))
+    with changing, pytest.raises(FileChangedError, match=wanted):
+        flat(loader_of(mount))
+    (source / "00007.bin").write_bytes(content(7))
+    with replaced_when_opened(mount, source, content(7, 1, size)):
+        items = flat(loader_of(mount, on_error="skip"))
     assert len(items) == FILES
     assert all(data == content(number) for number, data in items)
     assert {number for number, _ in items} == set(range(FILES)) - {7}
@@ -161,9 +183,8 @@ def test_a_file_of_another_size_stops_the_pass_or_is_skipped(mount, source, size
 
 def test_a_file_of_the_same_size_comes_in_its_new_version(mount, source):
     """What was overwritten before it was read is delivered whole, as it is now."""
-    loader = loader_of(mount)
-    (source / "00007.bin").write_bytes(content(7, 1))
-    items = flat(loader)
+    with replaced_when_opened(mount, source, content(7, 1)):
+        items = flat(loader_of(mount))
     assert Counter(number for number, _ in items) == Counter(range(FILES))
     assert all(data == content(number, int(number == 7)) for number, data in items)
 
