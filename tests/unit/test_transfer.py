@@ -33,6 +33,7 @@ class File:
     path = "/Volumes/main/default/data/x"
     step = 7
     min_span = 10
+    cached = True
     settle_s = 0.0
 
     def __init__(self, events: list[str], kind: str, clock: float) -> None:

@@ -202,6 +202,7 @@ class _Source:
 
     step = _CHUNK
     min_span = 2 << 20  # at 50 MB/s, reading fewer takes no longer than another open
+    cached = True
     settle_s = 2.0  # mounts keep sizes for a second
 
     def __init__(self, storage: LocalStorage, name: str) -> None:

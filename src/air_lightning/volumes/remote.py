@@ -231,6 +231,7 @@ class _Source:
 
     step = _PART
     min_span = _PART
+    cached = False
     settle_s = 0.0  # each question is a request, nothing is outdated
 
     def __init__(self, storage: FsspecStorage, name: str) -> None:

@@ -30,9 +30,13 @@ class Team:
     Args:
         spans: What is to be read.
         work: What each thread does: takes spans from :meth:`spans` until none is left.
+
+    Attributes:
+        shared: Whether there is work for more than one thread.
     """
 
     def __init__(self, spans: list[range], work: Callable[["Team"], None]) -> None:
+        self.shared = len(spans) > 1
         self._spans = deque(spans)
         self._work = work
         self._error: BaseException | None = None

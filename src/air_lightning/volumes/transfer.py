@@ -27,6 +27,8 @@ from air_lightning.volumes.streams import Team, cut
 
 Piece = bytes | memoryview
 
+_PAGE = 4096
+
 
 class State(NamedTuple):
     """What storage reports of a file."""
@@ -55,6 +57,7 @@ class Source(Protocol):
         path: The file as users see it.
         step: Bytes of one read.
         min_span: Bytes that are worth another stream.
+        cached: Whether it is read through the kernel's page cache.
         settle_s: For how long storage may report an outdated size.
         times_differ: Whether listings are known to give other times than handles do; remembered
             here, as each file would otherwise be read twice.
@@ -63,6 +66,7 @@ class Source(Protocol):
     path: str
     step: int
     min_span: int
+    cached: bool
     settle_s: float
     times_differ: bool
 
@@ -178,7 +182,7 @@ class Download:
 
     def _work(self, team: Team, states: set[State]) -> None:
         """What each thread of a download does: read spans until none is left, then look."""
-        handle = _Handle(self._source, self._retry)
+        handle = _Handle(self._source, self._retry, doubtful=self._source.cached and team.shared)
         try:
             for number, span in enumerate(team.spans()):
                 if self._careful and not number:
@@ -223,13 +227,21 @@ class Download:
 class _Handle:
     """A stream that is opened when it is needed, and anew where it fails for the moment.
 
+    Args:
+        source: What it opens.
+        retry: How long to try.
+        doubtful: Whether zeros are read once more. After a short read the kernel fills its page
+            with zeros and takes the file for shorter; where another stream asks for the size in
+            that moment, the zeros are given as the file's.
+
     Attributes:
         used: Whether something was copied from it.
     """
 
-    def __init__(self, source: Source, retry: Retry) -> None:
+    def __init__(self, source: Source, retry: Retry, *, doubtful: bool) -> None:
         self._source = source
         self._retry = retry
+        self._doubtful = doubtful
         self._stream: Stream | None = None
         self.used = False
 
@@ -265,10 +277,37 @@ class _Handle:
             piece = stream.read(offset, length)
             if not piece and (size := stream.state().size) > offset:
                 raise OSError(errno.EIO, f"a short read: {offset} of {size} bytes came")
+            if self._doubtful and _may_be_filled(piece, offset):
+                self._confirm(piece, offset)
         except Exception:
             self.close()
             raise
         return piece
+
+    def _confirm(self, piece: Piece, offset: int) -> None:
+        """Read once more on a new handle, whose opening drops what the kernel kept."""
+        self.close()
+        at = 0
+        while at < len(piece):
+            again = self._opened().read(offset + at, len(piece) - at)
+            if not again or again != piece[at : at + len(again)]:
+                raise OSError(errno.EIO, f"a short read near byte {offset + at}")
+            at += len(again)
+
+
+def _may_be_filled(piece: Piece, offset: int) -> bool:
+    """Whether a page in it, or the last one's part, ends in zeros."""
+    if piece and not piece[-1]:
+        return True
+    first = -(offset + 1) % _PAGE  # the last byte of the first page
+    ends = bytes(piece[first::_PAGE])
+    number = ends.find(0)
+    while number >= 0:
+        end = first + number * _PAGE + 1
+        if not any(piece[max(0, end - 8) : end]):
+            return True
+        number = ends.find(0, number + 1)
+    return False
 
 
 def vanished(path: str) -> FileVanishedError:
