@@ -1,10 +1,19 @@
 """A FUSE pass-through mount that answers as slowly, and as badly, as it is told.
 
 ``with slow_mount(source, open_delay_s=0.02) as mount:`` mounts ``source``; ``mount`` is the path of
-the mount, a ``str``. It is served by a process of its own, so neither the test's interpreter lock
-nor its death is in the way. ``mount.delay(...)`` and ``mount.fail(...)`` change its behaviour while
-it is in use; ``mount.calls()`` counts what was asked of it. Like a volume it has no links and no
-locks; ``refuse_rename`` makes it refuse renames too.
+the mount, a ``str``. It is served by a process of its own (``fuse_server.py``), so neither the
+test's interpreter lock nor its death is in the way. While it is in use::
+
+    mount.delay(open=0.02)      seconds per operation; entry=: per entry of a listing
+    mount.bandwidth(2e8, 5e7)   bytes per second in all, and of each open handle
+    mount.fail("open", EIO, rate=0.03, seed=1)     errors
+    mount.hang("read", seconds=4, times=1)         answers that do not come for a while
+    mount.shorten(times=1)      reads that give half of what is there
+    mount.go_away(), mount.come_back()             unmounted, or dead
+    mount.heal()                none of these faults and delays any more
+    mount.counts(), mount.calls()                  what was asked of it
+
+Like a volume it has no links and no locks; ``refuse_rename`` makes it refuse renames too.
 """
 
 import contextlib
@@ -15,9 +24,10 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Iterator
+
+from fuse_server import OPERATIONS, SHARED_BYTES, Shared, read_plan
 
 _DEADLINE_S = 20.0
 
@@ -25,36 +35,120 @@ _DEADLINE_S = 20.0
 class Mount(str):
     """The path of a mount, and its controls."""
 
-    __slots__ = ("_control",)
+    __slots__ = ("_control", "_server", "_shared")
 
-    def __new__(cls, path: str, control: str) -> "Mount":
+    def __new__(cls, path: str, control: str, server: "_Server") -> "Mount":
         mount = super().__new__(cls, path)
         mount._control = control
+        mount._server = server
+        mount._shared = Shared(control)
         return mount
 
     def delay(self, **delays_s: float) -> None:
         """Set delays in seconds by operation: ``delay(open=0.02, read=0.001)``."""
         self._update(lambda plan: plan["delays"].update(delays_s))
 
-    def fail(self, operation: str, error: int, *, name: str = "", times: int = -1) -> None:
-        """Fail an operation on paths that contain ``name``: the next ``times``, -1 for all."""
-        fault = {"operation": operation, "errno": error, "name": name, "times": times}
-        self._update(lambda plan: plan["faults"].append(fault))
+    def bandwidth(self, in_all: float = 0.0, per_stream: float = 0.0) -> None:
+        """Limit bytes per second of reads, over the mount and of each open handle; 0: no limit."""
+        self._update(lambda plan: plan.update(bandwidth=in_all, stream_bandwidth=per_stream))
+
+    def fail(
+        self,
+        operation: str,
+        error: int,
+        *,
+        name: str = "",
+        times: int = -1,
+        rate: float = 1.0,
+        seed: int = 0,
+    ) -> None:
+        """Fail an operation on paths that contain ``name``.
+
+        Args:
+            operation: Which one.
+            error: The errno.
+            name: A part of the paths that fail.
+            times: How often it fails; -1 for always.
+            rate: The share of the calls that fail, chosen at random from ``seed``.
+            seed: Of the choice.
+        """
+        self._add(operation, errno=error, name=name, times=times, rate=rate, seed=seed)
+
+    def hang(
+        self,
+        operation: str,
+        *,
+        seconds: float = 1e9,
+        name: str = "",
+        times: int = -1,
+        after: int = 0,
+    ) -> None:
+        """Answer only after so many seconds, or when the plan changes; all but ``after`` calls."""
+        self._add(operation, seconds=seconds, name=name, times=times, after=after)
+
+    def shorten(self, *, name: str = "", times: int = -1, rate: float = 1.0, seed: int = 0) -> None:
+        """Let reads give half of the bytes, without an error."""
+        self._add("read", short=True, name=name, times=times, rate=rate, seed=seed)
 
     def heal(self) -> None:
         """Fail no more, and answer at once."""
-        self._update(lambda plan: plan.update(delays={}, faults=[]))
+        healthy = {"delays": {}, "faults": [], "bandwidth": 0.0, "stream_bandwidth": 0.0}
+        self._update(lambda plan: plan.update(healthy))
+        for number in range(len(self._shared.used)):
+            self._shared.used[number] = 0
+
+    def go_away(self, *, killed: bool = False) -> None:
+        """Unmount, so that its path is an empty directory; or kill its server (ENOTCONN)."""
+        if killed:
+            self._server.kill()
+        else:
+            self._server.detach()
+
+    def come_back(self) -> None:
+        """Mount again at the same path after ``go_away``."""
+        self._server.detach()
+        self._server.start()
+
+    def counts(self) -> dict[str, int]:
+        """How often each operation was called so far."""
+        return dict(zip(OPERATIONS, self._shared.counts, strict=True))
+
+    def bytes_read(self) -> int:
+        """Bytes that reads gave so far."""
+        return self._shared.head[1]
+
+    def faults(self) -> int:
+        """How often a fault struck since the last ``heal``."""
+        return sum(self._shared.used)
 
     def calls(self) -> list[list[str]]:
         """``[operation, path]`` of every counted call so far, in order."""
-        with open(f"{self._control}/calls") as file:
+        with open(f"{self._control}/calls", errors="surrogateescape") as file:
             return [line.rstrip("\n").split(" ", 1) for line in file]
 
+    def _add(self, operation: str, **values) -> None:
+        if operation not in OPERATIONS:
+            raise ValueError(f"{operation!r} was given; wanted is one of {', '.join(OPERATIONS)}")
+        fault = {"operation": operation, **_NO_FAULT, **values}
+        self._update(lambda plan: plan["faults"].append(fault))
+
     def _update(self, change) -> None:
-        plan = _read_plan(self._control)
+        plan = read_plan(self._control)
         change(plan)
-        plan["version"] += 1
         _write_plan(self._control, plan)
+        self._shared.head[0] += 1
+
+
+_NO_FAULT = {
+    "errno": 0,
+    "seconds": 0.0,
+    "short": False,
+    "name": "",
+    "times": -1,
+    "rate": 1.0,
+    "seed": 0,
+    "after": 0,
+}
 
 
 @contextlib.contextmanager
@@ -64,25 +158,54 @@ def slow_mount(
     open_delay_s: float = 0.0,
     read_delay_s: float = 0.0,
     list_delay_s: float = 0.0,
+    entry_delay_s: float = 0.0,
+    bandwidth: float = 0.0,
+    stream_bandwidth: float = 0.0,
     refuse_rename: bool = False,
+    types: bool = True,
+    flush: bool = True,
+    attr_timeout_s: float = 0.0,
+    entry_timeout_s: float | None = None,
 ) -> Iterator[Mount]:
-    """Mount ``source`` for the block; skips or fails where the machine has no FUSE."""
+    """Mount ``source`` for the block.
+
+    Args:
+        source: The directory beneath.
+        open_delay_s: Seconds of each open.
+        read_delay_s: Seconds of each read request (of up to 128 KiB, mostly).
+        list_delay_s: Seconds of each listing.
+        entry_delay_s: Seconds of each entry in a listing.
+        bandwidth: Bytes per second of reads in all; 0 for no limit.
+        stream_bandwidth: Bytes per second of each open handle.
+        refuse_rename: Whether renames fail with EPERM.
+        types: Whether listings say what is a directory.
+        flush: Whether it is told of each close: a request more per file.
+        attr_timeout_s: For how long the kernel keeps sizes and times.
+        entry_timeout_s: For how long the kernel keeps names; by default as long, and a second at
+            least.
+    """
     control = tempfile.mkdtemp(prefix="slow-mount-")
-    mountpoint = os.path.join(control, "mount")
-    os.mkdir(mountpoint)
+    os.mkdir(f"{control}/mount")
+    with open(f"{control}/shared", "wb") as file:
+        file.truncate(SHARED_BYTES)
     delays = {"open": open_delay_s, "read": read_delay_s, "readdir": list_delay_s}
-    faults = []
+    delays["entry"] = entry_delay_s
+    plan = {"delays": delays, "faults": []}
+    plan |= {"bandwidth": bandwidth, "stream_bandwidth": stream_bandwidth}
+    _write_plan(control, plan)
+    if entry_timeout_s is None:
+        entry_timeout_s = max(1.0, attr_timeout_s)
+    options = {"attr_timeout": attr_timeout_s, "entry_timeout": entry_timeout_s}
+    options |= {"flush": flush, "types": types}
+    server = _Server(os.fspath(source), control, options)
+    mount = Mount(f"{control}/mount", control, server)
     if refuse_rename:
-        faults.append({"operation": "rename", "errno": errno.EPERM, "name": "", "times": -1})
-    _write_plan(control, {"version": 0, "delays": delays, "faults": faults})
-    with open(f"{control}/log", "wb") as log:
-        command = [sys.executable, os.path.abspath(__file__), os.fspath(source), control]
-        server = subprocess.Popen(command, stdout=log, stderr=log)
+        mount.fail("rename", errno.EPERM)
     try:
-        _await_mount(mountpoint, server, control)
-        yield Mount(mountpoint, control)
+        server.start()
+        yield mount
     finally:
-        _unmount(mountpoint, server)
+        server.stop()
         shutil.rmtree(control, ignore_errors=True)
 
 
@@ -91,142 +214,49 @@ def has_fuse() -> bool:
     return os.path.exists("/dev/fuse") and shutil.which("fusermount3") is not None
 
 
-def _await_mount(mountpoint: str, server: subprocess.Popen, control: str) -> None:
-    deadline = time.monotonic() + _DEADLINE_S
-    while not os.path.ismount(mountpoint):
-        if server.poll() is not None or time.monotonic() > deadline:
-            with open(f"{control}/log") as log:
-                raise RuntimeError(f"the mount did not come up: {log.read()[-2000:]}")
-        time.sleep(0.02)
+class _Server:
+    """The serving process, which may be ended and started again."""
 
+    def __init__(self, source: str, control: str, options: dict) -> None:
+        program = os.path.join(os.path.dirname(os.path.abspath(__file__)), "fuse_server.py")
+        self._command = [sys.executable, program, source, control, json.dumps(options)]
+        self._control = control
+        self._mountpoint = f"{control}/mount"
+        self._processes: list[subprocess.Popen] = []
 
-def _unmount(mountpoint: str, server: subprocess.Popen) -> None:
-    subprocess.run(["fusermount3", "-u", "-z", mountpoint], check=False, capture_output=True)
-    try:
-        server.wait(_DEADLINE_S)
-    except subprocess.TimeoutExpired:
-        server.kill()
-        server.wait()
+    def start(self) -> None:
+        """Mount, and wait until it is."""
+        with open(f"{self._control}/log", "ab") as log:
+            self._processes.append(subprocess.Popen(self._command, stdout=log, stderr=log))
+        deadline = time.monotonic() + _DEADLINE_S
+        while not os.path.ismount(self._mountpoint):
+            if self._processes[-1].poll() is not None or time.monotonic() > deadline:
+                with open(f"{self._control}/log") as log:
+                    raise RuntimeError(f"the mount did not come up: {log.read()[-2000:]}")
+            time.sleep(0.02)
 
+    def detach(self) -> None:
+        """Take the mount off its path; its server ends when its last open file is closed."""
+        command = ["fusermount3", "-u", "-z", self._mountpoint]
+        subprocess.run(command, check=False, capture_output=True)
 
-def _read_plan(control: str) -> dict:
-    with open(f"{control}/plan") as file:
-        return json.load(file)
+    def kill(self) -> None:
+        """End the server at once; its mount stays, and is dead."""
+        self._processes[-1].kill()
+        self._processes[-1].wait()
+
+    def stop(self) -> None:
+        """Unmount, and end every server there was."""
+        self.detach()
+        for process in self._processes:
+            try:
+                process.wait(_DEADLINE_S)
+            except subprocess.TimeoutExpired:  # noqa: PERF203 - of one or two
+                process.kill()
+                process.wait()
 
 
 def _write_plan(control: str, plan: dict) -> None:
     with open(f"{control}/plan.new", "w") as file:
         json.dump(plan, file)
     os.replace(f"{control}/plan.new", f"{control}/plan")
-
-
-class PassThrough:
-    """The operations of the mount; what it does not define, libfuse answers with ENOSYS."""
-
-    def __init__(self, source: str, control: str) -> None:
-        self._source = source
-        self._control = control
-        self._lock = threading.Lock()
-        self._stamp = None
-        self._plan = {}
-        self._used = {}
-        self._calls = open(f"{self._control}/calls", "a", buffering=1)  # noqa: SIM115 - for good
-
-    def _meet(self, operation: str, path: str) -> str:
-        """Be slow, fail, or give the path beneath."""
-        with self._lock:
-            self._calls.write(f"{operation} {path}\n")
-            status = os.stat(f"{self._control}/plan")
-            stamp = (status.st_mtime_ns, status.st_ino)
-            if stamp != self._stamp:
-                self._plan, self._stamp = _read_plan(self._control), stamp
-                self._used = {}
-            fault = self._fault(operation, path)
-        time.sleep(self._plan["delays"].get(operation, 0.0))
-        if fault is not None:
-            raise OSError(fault, os.strerror(fault))
-        return self._source + path
-
-    def _fault(self, operation: str, path: str):
-        for number, fault in enumerate(self._plan["faults"]):
-            used = self._used.get(number, 0)
-            left = fault["times"] < 0 or used < fault["times"]
-            if left and fault["operation"] == operation and fault["name"] in path:
-                self._used[number] = used + 1
-                return fault["errno"]
-        return None
-
-    def getattr(self, path, fh=None):
-        status = os.lstat(self._meet("getattr", path))
-        return {key: getattr(status, key) for key in _STAT_KEYS}
-
-    def readdir(self, path, fh):
-        return [".", "..", *os.listdir(self._meet("readdir", path))]
-
-    def open(self, path, flags):
-        return os.open(self._meet("open", path), flags)
-
-    def create(self, path, mode, fi=None):
-        return os.open(self._meet("create", path), os.O_RDWR | os.O_CREAT, mode)
-
-    def read(self, path, size, offset, fh):
-        self._meet("read", path)
-        return os.pread(fh, size, offset)
-
-    def write(self, path, data, offset, fh):
-        self._meet("write", path)
-        if offset != os.fstat(fh).st_size:
-            raise OSError(errno.EINVAL, "not at the end")  # a volume is written front to back
-        return os.pwrite(fh, data, offset)
-
-    def truncate(self, path, length, fh=None):
-        os.truncate(self._meet("truncate", path), length)
-        return 0
-
-    def flush(self, path, fh):
-        self._meet("flush", path)
-        return 0
-
-    def fsync(self, path, datasync, fh):
-        self._meet("fsync", path)
-        return 0
-
-    def release(self, path, fh):
-        os.close(fh)
-        return 0
-
-    def rename(self, old, new):
-        os.rename(self._meet("rename", old), self._source + new)
-        return 0
-
-    def unlink(self, path):
-        os.unlink(self._meet("unlink", path))
-        return 0
-
-    def mkdir(self, path, mode):
-        os.mkdir(self._meet("mkdir", path), mode)
-        return 0
-
-    def rmdir(self, path):
-        os.rmdir(self._meet("rmdir", path))
-        return 0
-
-    def statfs(self, path):
-        status = os.statvfs(self._source)
-        return {key: getattr(status, key) for key in _STATFS_KEYS}
-
-
-def _serve(source: str, control: str) -> None:
-    import mfusepy
-
-    operations = type("Operations", (PassThrough, mfusepy.Operations), {})(source, control)
-    mfusepy.FUSE(operations, f"{control}/mount", foreground=True, nothreads=False, attr_timeout=0)
-
-
-_STAT_KEYS = (
-    *("st_atime", "st_ctime", "st_gid", "st_mode", "st_mtime", "st_nlink", "st_size", "st_uid"),
-)
-_STATFS_KEYS = ("f_bavail", "f_bfree", "f_blocks", "f_bsize", "f_files", "f_frsize", "f_namemax")
-
-if __name__ == "__main__":
-    _serve(os.path.realpath(sys.argv[1]), sys.argv[2])

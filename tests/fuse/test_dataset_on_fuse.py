@@ -76,6 +76,7 @@ def test_a_resumed_pass_opens_none_of_the_files_delivered_before(mount):
 
 def test_transient_errors_are_waited_out(mount, caplog):
     """EIO on open and on read costs a log line, not the run."""
+    caplog.set_level("DEBUG", logger="air_lightning")  # a process warns of few retries
     mount.fail("open", errno.EIO, name="007", times=2)
     mount.fail("read", errno.ESTALE, name="009", times=1)
     assert len(numbers(UCVolumeDataset(f"file://{mount}"))) == FILES

@@ -3,6 +3,7 @@
 import errno
 import os
 import subprocess
+import sys
 import time
 import uuid
 
@@ -108,9 +109,10 @@ def test_a_download_is_whole_or_an_error(storage, tmp_path):
     assert storage.download(info, target) == 5
     with open(target, "rb") as file:
         assert file.read() == b"12345"
-    for size in (4, 6):
+    for size in (0, 4, 6):
+        listed = info._replace(size=size, mtime=info.mtime - 1)
         with pytest.raises(FileChangedError, match=f"listed with {size} bytes and 5 came"):
-            storage.download(info._replace(size=size), target)
+            storage.download(listed, target)
     storage.remove("a")
     with pytest.raises(FileVanishedError, match="/a was listed and is no longer there") as caught:
         storage.download(info, target)
@@ -289,7 +291,9 @@ def test_a_forked_child_opens_a_file_system_of_its_own(storage):
 
 
 def test_errors_that_pass_are_waited_out_and_logged(caplog):
-    """A throttled call succeeds in the end; each wait is a line in the log."""
+    """A throttled call succeeds in the end; each wait is a line in the log, and is counted."""
+    caplog.set_level("DEBUG", logger="air_lightning")
+    waits = []
     errors = [OSError(errno.EIO, "io"), TimeoutError("slow"), Throttled("SlowDown")]
 
     def call():
@@ -297,8 +301,37 @@ def test_errors_that_pass_are_waited_out_and_logged(caplog):
             raise errors.pop()
         return "done"
 
-    assert Retry(first_delay_s=0.001).call("read", "/Volumes/a/b/c/x", call) == "done"
+    retry = Retry(first_delay_s=0.001, on_retry=lambda: waits.append(len(errors)))
+    assert retry.call("read", "/Volumes/a/b/c/x", call) == "done"
     assert caplog.text.count("Could not read /Volumes/a/b/c/x") == 3
+    assert waits == [2, 1, 0]
+
+
+RETRY_OFTEN = """
+import errno, logging, os, sys
+from air_lightning.volumes.retry import Retry
+
+def flaky(failures=[0]):
+    failures[0] += 1
+    if failures[0] % 51:
+        raise OSError(errno.EIO, "io")
+
+logging.basicConfig(stream=sys.stderr, level=sys.argv[1])
+retry = Retry(first_delay_s=0.0001, max_delay_s=0.0001)
+retry.call("read", "p", flaky)
+if os.fork() == 0:
+    retry.call("read", "p", flaky)
+    os._exit(0)
+os.wait()
+"""
+
+
+@pytest.mark.parametrize(("level", "lines"), [("WARNING", 3), ("DEBUG", 50)])
+def test_many_retries_do_not_flood_the_log(level, lines):
+    """Of 50 retries at once a process warns of three, and so does a forked one; DEBUG has all."""
+    command = [sys.executable, "-c", RETRY_OFTEN, level]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stderr.count("Could not read p") == 2 * lines
 
 
 def test_errors_that_stay_are_final_at_once():

@@ -4,6 +4,7 @@ The manifest is written after the shards and before ``.metadata``: a reader that
 ``.metadata`` can hold every shard against the size and checksum that its writer computed.
 """
 
+import contextlib
 import errno
 import json
 import re
@@ -158,9 +159,10 @@ def retire(storage: Storage) -> None:
     """
     storage.remove(METADATA)
     storage.remove(MANIFEST)
-    for entry in storage.list_dir():
-        if not entry.is_dir and is_ours(entry.name):
-            storage.remove(entry.name)
+    with contextlib.suppress(FileNotFoundError):  # in a bucket, an empty directory is none
+        for entry in storage.list_dir():
+            if not entry.is_dir and is_ours(entry.name):
+                storage.remove(entry.name)
 
 
 def is_ours(name: str) -> bool:

@@ -68,7 +68,8 @@ class UCVolumeDataset(IterableDataset[str]):
             16, or a batch's worth where that is more, 64 at most.
         min_free_bytes: Free disk to keep by evicting downloaded files; by default
             ``SGC_FSLAYER_MIN_FREE_DISK_BYTES``, else a tenth of the cache's file system.
-        storage_options: For fsspec URLs, passed to the file system.
+        storage_options: For fsspec URLs, passed to the file system, as ``{"anon": True}``; by
+            default the client finds credentials itself, as in the environment.
 
     Attributes:
         path: The normalized path.

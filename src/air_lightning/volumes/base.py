@@ -64,9 +64,12 @@ class Storage(Protocol):
     def download(self, info: FileInfo, destination: str) -> int:
         """Copy a listed file to a local path, overwriting it; returns its bytes.
 
+        What comes is one version of the file, as long as listed: see
+        :mod:`~air_lightning.volumes.transfer`.
+
         Raises:
             FileVanishedError: The file is gone.
-            FileChangedError: It does not have ``info.size`` bytes.
+            FileChangedError: It does not have ``info.size`` bytes, or goes on changing.
             StorageError: It cannot be read, retries included.
         """
 

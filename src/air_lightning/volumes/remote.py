@@ -6,6 +6,7 @@ the end of an upload; fsspec's own writers publish what there is when an excepti
 """
 
 import contextlib
+import errno
 import io
 import os
 import tempfile
@@ -19,13 +20,17 @@ import fsspec.asyn
 from air_lightning.errors import InvalidPathError, StorageError
 from air_lightning.volumes import path as volume_path
 from air_lightning.volumes.base import Entry, FileInfo
-from air_lightning.volumes.local import check_size, not_a_directory, vanished
+from air_lightning.volumes.local import not_a_directory
 from air_lightning.volumes.reader import RetryingReader
 from air_lightning.volumes.retry import Retry
+from air_lightning.volumes.streams import cut
+from air_lightning.volumes.transfer import Download, NoRangesError, State, changed, vanished
 
 _T = TypeVar("_T")
 
 _MTIME_KEYS = ("mtime", "LastModified", "last_modified", "updated", "modified", "created")
+_BUCKETS = ("s3", "s3a", "gs", "gcs", "abfs", "abfss", "az")
+_PART = 8 << 20  # bytes of one ranged request, in memory
 _IN_MEMORY = 32 << 20  # bytes of an upload that are kept in memory instead of on disk
 
 
@@ -49,6 +54,10 @@ class FsspecStorage:
         self._options = dict(storage_options or {})
         self._retry = retry or Retry()
         self._fs_of: tuple[int, Any] | None = None
+        # There are no directories in a bucket, and a mistyped one must not be created.
+        self._in_bucket = root.partition("://")[0] in _BUCKETS
+        self._has_ranges = True
+        self._times_differ = False
         self._base = self._fs._strip_protocol(root).rstrip("/")
 
     @property
@@ -86,7 +95,7 @@ class FsspecStorage:
     def stat(self, name: str) -> FileInfo:
         """See :class:`~air_lightning.volumes.base.Storage`."""
         info = self._call("stat", name, lambda: self._fresh().info(self._path(name)))
-        return FileInfo(name, int(info.get("size") or 0), _mtime(info))
+        return FileInfo(name, _size(info), _mtime(info))
 
     def exists(self, name: str) -> bool:
         """See :class:`~air_lightning.volumes.base.Storage`."""
@@ -117,14 +126,13 @@ class FsspecStorage:
 
     def download(self, info: FileInfo, destination: str) -> int:
         """See :class:`~air_lightning.volumes.base.Storage`."""
-        path = self._path(info.name)
-        try:
-            self._call("download", info.name, lambda: self._fs.get_file(path, destination))
-        except FileNotFoundError as error:
-            raise vanished(self._visible(info.name)) from error
-        size = os.stat(destination).st_size
-        check_size(self._visible(info.name), info.size, size)
-        return size
+        if len(cut(info.size, _PART)) > 1 and self._has_ranges:
+            source = _Source(self, info.name)
+            try:
+                return Download(source, info, destination, self._retry).run()
+            except NoRangesError:
+                self._has_ranges = False
+        return self._get_file(info, destination)
 
     @contextlib.contextmanager
     def open_write(self, name: str) -> Iterator[BinaryIO]:
@@ -141,7 +149,8 @@ class FsspecStorage:
         """See :class:`~air_lightning.volumes.base.Storage`."""
         if self._call("stat", "", lambda: self._fresh().isfile(self._base)):
             raise not_a_directory(self.root)
-        self._call("create", "", lambda: self._fs.makedirs(self._base, exist_ok=True))
+        if not self._in_bucket:
+            self._call("create", "", lambda: self._fs.makedirs(self._base, exist_ok=True))
 
     def remove(self, name: str) -> None:
         """See :class:`~air_lightning.volumes.base.Storage`."""
@@ -154,7 +163,31 @@ class FsspecStorage:
             self._call("remove", name, lambda: self._fresh().rm(self._path(name), recursive=True))
 
     def _call(self, operation: str, name: str, action: Callable[[], _T]) -> _T:
-        return self._retry.call(operation, self._visible(name), action)
+        path = self._visible(name)
+        try:
+            return self._retry.call(operation, path, action)
+        except FileNotFoundError as error:
+            # Of a missing bucket clients say so without its name.
+            raise FileNotFoundError(errno.ENOENT, f"{path} does not exist ({error})") from error
+
+    def _get_file(self, info: FileInfo, destination: str) -> int:
+        """Have the file system copy a file in one request, which gives one version of it."""
+        path = self._path(info.name)
+
+        def get() -> int:
+            self._fs.get_file(path, destination)
+            got = os.stat(destination).st_size
+            if got != info.size and _size(self._fresh().info(path)) == info.size:
+                raise OSError(errno.EIO, f"a short read: {got} of {info.size} bytes came")
+            return got
+
+        try:
+            got = self._call("download", info.name, get)
+        except FileNotFoundError as error:
+            raise vanished(self._visible(info.name)) from error
+        if got != info.size:
+            raise changed(self._visible(info.name), info.size, got)
+        return got
 
     def _visible(self, name: str) -> str:
         return volume_path.join(self.root, name)
@@ -169,7 +202,7 @@ class FsspecStorage:
 
     def _info(self, path: str, info: Mapping[str, Any]) -> FileInfo:
         name = path[len(self._base) :].lstrip("/")
-        return FileInfo(name, int(info.get("size") or 0), _mtime(info))
+        return FileInfo(name, _size(info), _mtime(info))
 
     def _upload(self, name: str, spool: BinaryIO) -> None:
         spool.seek(0)
@@ -187,8 +220,64 @@ class FsspecStorage:
         try:
             write(*arguments)
         except FileNotFoundError:
+            if self._in_bucket:
+                raise
             self._fs.makedirs(path.rpartition("/")[0], exist_ok=True)
             write(*arguments)
+
+
+class _Source:
+    """One large file to be downloaded; see :class:`~air_lightning.volumes.transfer.Source`."""
+
+    step = _PART
+    min_span = _PART
+    cached = False
+    settle_s = 0.0  # each question is a request, nothing is outdated
+
+    def __init__(self, storage: FsspecStorage, name: str) -> None:
+        self._storage = storage
+        self._name = name
+        self.path = storage._visible(name)
+
+    @property
+    def times_differ(self) -> bool:
+        return self._storage._times_differ
+
+    @times_differ.setter
+    def times_differ(self, value: bool) -> None:
+        self._storage._times_differ = value
+
+    def open(self) -> "_Stream":
+        return _Stream(self._storage._fs, self._storage._path(self._name))
+
+
+class _Stream:
+    """Ranges of one object, each a request."""
+
+    def __init__(self, fs: Any, path: str) -> None:
+        self._fs = fs
+        self._path = path
+
+    def read(self, offset: int, length: int) -> bytes:
+        try:
+            data = self._fs.cat_file(self._path, start=offset, end=offset + length)
+        except NotImplementedError as error:
+            raise NoRangesError(str(error)) from error
+        except OSError as error:
+            if error.errno == errno.EINVAL:  # of s3fs, for a range beyond the object's end
+                return b""
+            raise
+        if len(data) > length:
+            raise NoRangesError(f"{len(data)} bytes came where {length} were asked for")
+        return cast("bytes", data)
+
+    def state(self) -> State:
+        self._fs.invalidate_cache()
+        info = self._fs.info(self._path)
+        return State(_size(info), _mtime(info))
+
+    def close(self) -> None:
+        pass
 
 
 @contextlib.contextmanager
@@ -227,6 +316,10 @@ def _is_marker(path: str, info: Mapping[str, Any]) -> bool:
 def _is_hidden(name: str) -> bool:
     """Whether a segment starts with a dot; thus no name with '..' leaves this module either."""
     return not name or any(segment.startswith(".") for segment in name.split("/"))
+
+
+def _size(info: Mapping[str, Any]) -> int:
+    return int(info.get("size") or 0)
 
 
 def _mtime(info: Mapping[str, Any]) -> float:

@@ -6,7 +6,9 @@ them: FileNotFoundError, a full disk (ENOSPC, EDQUOT), and errors that are ours 
 
 import errno
 import logging
+import os
 import random
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -38,9 +40,20 @@ _TRANSIENT_STATUS = frozenset({408, 429, 500, 502, 503, 504})
 _THROTTLING_CODES = frozenset(
     {"SlowDown", "Throttling", "ThrottlingException", "RequestLimitExceeded", "RequestTimeout"}
 )
+_WARNINGS = 3  # retries of a process that are logged as warnings, whatever their rate
+_WARN_EVERY_S = 30.0
+# Of clients that we do not import: botocore's and aiohttp's errors that are no OSError.
+_TRANSIENT_CLASSES = frozenset(
+    {
+        *("HTTPClientError", "ConnectionError", "IncompleteReadError", "ResponseStreamingError"),
+        *("ClientConnectionError", "ClientPayloadError", "FSTimeoutError"),
+    }
+)
+_NO_CREDENTIALS = frozenset({"NoCredentialsError", "PartialCredentialsError"})
+_PERMISSIONS = "Check the permissions of this user, or of the credentials in use, on it."
 _REMEDIES = {
-    errno.EACCES: "Check the permissions of this user on it.",
-    errno.EPERM: "Check the permissions of this user on it.",
+    errno.EACCES: _PERMISSIONS,
+    errno.EPERM: _PERMISSIONS,
     errno.EROFS: "It is read-only here; use a place that can be written.",
     errno.ENOTDIR: "A part of the path is a file where a directory is wanted.",
     errno.EISDIR: "It is a directory where a file is wanted.",
@@ -56,11 +69,13 @@ class Retry:
         budget_s: Seconds from the first failure after which the error is final.
         first_delay_s: Upper bound of the first delay.
         max_delay_s: Upper bound of any delay.
+        on_retry: Called before each new attempt, in the thread that makes it.
     """
 
     budget_s: float = 60.0
     first_delay_s: float = 0.1
     max_delay_s: float = 8.0
+    on_retry: Callable[[], None] | None = None
 
     def call(self, operation: str, path: str, action: Callable[[], _T]) -> _T:
         """Call ``action`` until it succeeds, fails for good, or the time is up.
@@ -83,6 +98,8 @@ class Retry:
                 failed_at.append(time.monotonic())
                 delay = self._delay_after(operation, path, error, failed_at)
             time.sleep(delay)
+            if self.on_retry is not None:
+                self.on_retry()
 
     def _delay_after(
         self, operation: str, path: str, error: Exception, failed_at: list[float]
@@ -98,11 +115,48 @@ class Retry:
         delay = bound * random.uniform(0.5, 1.0)  # noqa: S311 - spreads load, guards nothing
         if elapsed + delay > self.budget_s:
             raise _exhausted(operation, path, error, attempts, elapsed) from error
-        _logger.warning(
-            "Could not %s %s (attempt %d: %s); trying again in %.1f s",
-            *(operation, path, attempts, _text(error), delay),
+        level, note = _flood.admit()
+        _logger.log(
+            level,
+            "Could not %s %s (attempt %d: %s); trying again in %.1f s%s",
+            *(operation, path, attempts, _text(error), delay, note),
         )
         return delay
+
+
+class _Flood:
+    """Which retries of this process are worth a warning: the first, then one in a while.
+
+    At 1 % of errors, dozens of workers would otherwise bury the training's own log.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._told = 0
+        self._suppressed = 0
+        self._told_at = 0.0
+
+    def admit(self) -> tuple[int, str]:
+        """The level for one more retry, and what to add to its line."""
+        with self._lock:
+            now = time.monotonic()
+            if self._told >= _WARNINGS and now - self._told_at < _WARN_EVERY_S:
+                self._suppressed += 1
+                return logging.DEBUG, ""
+            suppressed, self._suppressed = self._suppressed, 0
+            self._told += 1
+            self._told_at = now
+            note = f" ({suppressed} more such lines at level DEBUG)" if suppressed else ""
+            return logging.WARNING, note
+
+
+def _reset_flood() -> None:
+    global _flood  # noqa: PLW0603 - a fact about the process; a child's parent may hold its lock
+    _flood = _Flood()
+
+
+_flood = _Flood()
+os.register_at_fork(after_in_child=_reset_flood)
 
 
 def is_transient(error: BaseException | None) -> bool:
@@ -112,6 +166,8 @@ def is_transient(error: BaseException | None) -> bool:
     if isinstance(error, TimeoutError | ConnectionError):
         return True
     if isinstance(error, OSError) and error.errno in _TRANSIENT_NUMBERS:
+        return True
+    if _classes(error) & _TRANSIENT_CLASSES and "SSLError" not in _classes(error):
         return True
     return _is_throttling(error) or is_transient(error.__cause__)
 
@@ -126,7 +182,11 @@ def is_kept(error: Exception) -> bool:
 def translate(operation: str, path: str, error: Exception) -> StorageError:
     """The error of ours for a failure that no retry can cure; raise it ``from error``."""
     number = getattr(error, "errno", None)
+    if isinstance(error, PermissionError):
+        number = number or errno.EACCES  # clients of object stores give it no number
     remedy = _REMEDIES.get(number or 0, "See the error that it was raised from.")
+    if _classes(error) & _NO_CREDENTIALS:
+        remedy = "Give credentials in storage_options=, or in the environment as the client wants."
     ours = StorageError(f"Could not {operation} {path}: {_text(error)}. {remedy}")
     ours.errno = number
     return ours
@@ -142,6 +202,10 @@ def _exhausted(
     )
     ours.errno = getattr(error, "errno", None)
     return ours
+
+
+def _classes(error: BaseException) -> set[str]:
+    return {of.__name__ for of in type(error).__mro__}
 
 
 def _is_throttling(error: BaseException) -> bool:

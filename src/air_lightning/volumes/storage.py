@@ -3,6 +3,7 @@
 * :mod:`~air_lightning.volumes.base`: what a Storage can do
 * :mod:`~air_lightning.volumes.local`: volumes, ``file://`` and local paths
 * :mod:`~air_lightning.volumes.remote`: every other URL, by fsspec
+* :mod:`~air_lightning.volumes.transfer`: how a file is downloaded, in both
 * :mod:`~air_lightning.volumes.retry`: transient errors, in both
 """
 
