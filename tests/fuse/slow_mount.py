@@ -4,7 +4,8 @@
 the mount, a ``str``. It is served by a process of its own, so neither the test's interpreter lock
 nor its death is in the way. ``mount.delay(...)`` and ``mount.fail(...)`` change its behaviour while
 it is in use; ``mount.calls()`` counts what was asked of it. Like a volume it has no links and no
-locks; ``refuse_rename`` makes it refuse renames too.
+locks; ``refuse_rename`` makes it refuse renames too, and without ``types`` its listings do
+not tell files from directories.
 """
 
 import contextlib
@@ -12,6 +13,7 @@ import errno
 import json
 import os
 import shutil
+import stat
 import subprocess
 import sys
 import tempfile
@@ -64,17 +66,24 @@ def slow_mount(
     open_delay_s: float = 0.0,
     read_delay_s: float = 0.0,
     list_delay_s: float = 0.0,
+    list_delay_per_entry_s: float = 0.0,
     refuse_rename: bool = False,
+    types: bool = True,
+    attr_timeout_s: float = 0.0,
 ) -> Iterator[Mount]:
-    """Mount ``source`` for the block; skips or fails where the machine has no FUSE."""
+    """Mount ``source`` for the block; skips or fails where the machine has no FUSE.
+
+    The kernel keeps sizes for ``attr_timeout_s``; 1 is the default of mounts.
+    """
     control = tempfile.mkdtemp(prefix="slow-mount-")
     mountpoint = os.path.join(control, "mount")
     os.mkdir(mountpoint)
     delays = {"open": open_delay_s, "read": read_delay_s, "readdir": list_delay_s}
+    options = {"types": types, "per_entry_s": list_delay_per_entry_s, "attr_s": attr_timeout_s}
     faults = []
     if refuse_rename:
         faults.append({"operation": "rename", "errno": errno.EPERM, "name": "", "times": -1})
-    _write_plan(control, {"version": 0, "delays": delays, "faults": faults})
+    _write_plan(control, {"version": 0, "delays": delays, "faults": faults, **options})
     with open(f"{control}/log", "wb") as log:
         command = [sys.executable, os.path.abspath(__file__), os.fspath(source), control]
         server = subprocess.Popen(command, stdout=log, stderr=log)
@@ -161,7 +170,14 @@ class PassThrough:
         return {key: getattr(status, key) for key in _STAT_KEYS}
 
     def readdir(self, path, fh):
-        return [".", "..", *os.listdir(self._meet("readdir", path))]
+        with os.scandir(self._meet("readdir", path)) as found:
+            entries = list(found)
+        time.sleep(self._plan["per_entry_s"] * len(entries))
+        for name in (".", ".."):
+            yield name, {"st_mode": stat.S_IFDIR}, 0
+        for entry in entries:
+            mode = stat.S_IFDIR if entry.is_dir(follow_symlinks=False) else stat.S_IFREG
+            yield entry.name, {"st_mode": mode if self._plan["types"] else 0}, 0
 
     def open(self, path, flags):
         return os.open(self._meet("open", path), flags)
@@ -220,7 +236,9 @@ def _serve(source: str, control: str) -> None:
     import mfusepy
 
     operations = type("Operations", (PassThrough, mfusepy.Operations), {})(source, control)
-    mfusepy.FUSE(operations, f"{control}/mount", foreground=True, nothreads=False, attr_timeout=0)
+    timeout = _read_plan(control)["attr_s"]
+    options = {"foreground": True, "nothreads": False, "attr_timeout": timeout}
+    mfusepy.FUSE(operations, f"{control}/mount", **options)
 
 
 _STAT_KEYS = (

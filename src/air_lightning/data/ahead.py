@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from air_lightning.data.cache import FileCache, Lease, lease_if_whole
 from air_lightning.data.listing import FileList
-from air_lightning.volumes.base import FileInfo
+from air_lightning.volumes.base import UNKNOWN_SIZE, FileInfo
 
 MAX_BYTES = 1 << 30  # bytes of a stream's files that may be on their way at once
 MAX_DEPTH = 1024  # files; each one that is ahead takes a file descriptor
@@ -28,7 +28,8 @@ _Task = tuple["Future[Lease]", Callable[[], Lease]]
 
 
 class _Ahead(NamedTuple):
-    info: FileInfo
+    number: int
+    size: int
     lease: Lease | None
     future: "Future[Lease] | None"
 
@@ -70,12 +71,12 @@ class ReadAhead:
             StorageError: This file cannot be had; the next call goes on with the one after it.
         """
         self._fill()
-        info, lease, future = self._ahead.popleft()
+        number, size, lease, future = self._ahead.popleft()
         if lease is not None:
             return lease
         if future is None:
-            return self._cache.fetch(info)
-        self._bytes -= info.size
+            return self._fetch(number)
+        self._bytes -= size
         try:
             return future.result()
         except BaseException:
@@ -86,7 +87,7 @@ class ReadAhead:
         """Stop: nothing more is downloaded, and what was is free to be evicted."""
         if os.getpid() != self._pid:
             return  # a forked child's copy: threads, leases and locks are its parent's
-        for _, lease, future in self._ahead:
+        for _, _, lease, future in self._ahead:
             if lease is not None:
                 lease.close()
             if future is not None:
@@ -101,17 +102,25 @@ class ReadAhead:
             index = next(self._indices, None)
             if index is None:
                 return
-            self._ahead.append(self._start(self._files[index]))
+            self._ahead.append(self._start(index))
 
-    def _start(self, info: FileInfo) -> _Ahead:
+    def _start(self, number: int) -> _Ahead:
         if not self._depth:
-            return _Ahead(info, None, None)
+            return _Ahead(number, 0, None, None)
+        info = self._files[number]
+        if info.size == UNKNOWN_SIZE:
+            # Asked for in the thread that fetches it: here it would be a round trip per item.
+            return _Ahead(number, 0, None, self._pool.submit(lambda: self._fetch(number)))
         place = self._cache.place(info)
         lease = lease_if_whole(place, info.size)
         if lease is not None:
-            return _Ahead(info, lease, None)
+            return _Ahead(number, 0, lease, None)
         self._bytes += info.size
-        return _Ahead(info, None, self._pool.submit(_fetcher(self._cache, info, place)))
+        fetch = _fetcher(self._cache, info, place)
+        return _Ahead(number, info.size, None, self._pool.submit(fetch))
+
+    def _fetch(self, number: int) -> Lease:
+        return self._cache.fetch(self._files.complete(number, self._cache.storage))
 
 
 def _fetcher(cache: FileCache, info: FileInfo, place: str) -> Callable[[], Lease]:

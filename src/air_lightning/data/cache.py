@@ -76,7 +76,7 @@ class FileCache:
         *,
         remake: bool = False,
     ) -> None:
-        self._storage = storage
+        self.storage = storage
         self._directory = directory
         self._remake = remake
         self._told_full = False
@@ -181,7 +181,7 @@ class FileCache:
 
     def _fill(self, info: FileInfo, place: str, part: str, descriptor: int) -> Lease:
         self._evictor.make_room(info.size)
-        self._storage.download(info, part)
+        self.storage.download(info, part)
         _publish(part, place)
         # To the nanosecond: the kernel's own times are too coarse to tell which came first.
         now = time.time_ns()
@@ -191,8 +191,8 @@ class FileCache:
 
     def _read_through(self, info: FileInfo, error: OSError | None) -> Lease:
         """The file where it lies on the volume, when the disk has no room for it."""
-        directory = volume_path.local_dir(self._storage.root)
-        path = volume_path.join(self._storage.root, info.name)
+        directory = volume_path.local_dir(self.storage.root)
+        path = volume_path.join(self.storage.root, info.name)
         if directory is None:
             ours = StorageError(
                 f"The disk of the cache {self._directory} is full ({free_bytes(self._directory)} "

@@ -11,13 +11,12 @@ import logging
 import os
 import secrets
 import shutil
-import stat as stat_module
 from collections.abc import Callable, Iterator
 from typing import Any, BinaryIO, TypeVar
 
 from air_lightning.errors import FileChangedError, FileVanishedError, StorageError
 from air_lightning.volumes import path as volume_path
-from air_lightning.volumes.base import Entry, FileInfo
+from air_lightning.volumes.base import Entry, FileInfo, Listing
 from air_lightning.volumes.reader import RetryingReader
 from air_lightning.volumes.retry import Retry, is_kept, translate
 from air_lightning.volumes.walk import Walk, is_circular
@@ -46,11 +45,12 @@ class LocalStorage:
         self._directory = directory
         self._retry = retry or Retry()
 
-    def list_files(self) -> list[FileInfo]:
+    def list_files(self, *, sizes: bool = False) -> Listing:
         """See :class:`~air_lightning.volumes.base.Storage`."""
-        self._require_directory()
-        files = Walk(self._call).run(self._directory)
-        return sorted(files, key=lambda info: os.fsencode(info.name))
+        try:
+            return Walk(self._call, self.root, sizes=sizes).run(self._directory)
+        except NotADirectoryError as error:
+            raise not_a_directory(self.root) from error
 
     def list_dir(self, name: str = "") -> list[Entry]:
         """See :class:`~air_lightning.volumes.base.Storage`."""
@@ -163,11 +163,6 @@ class LocalStorage:
 
     def _local(self, name: str) -> str:
         return f"{self._directory}/{name}" if name else self._directory
-
-    def _require_directory(self) -> None:
-        mode = self._call("list", "", lambda: os.stat(self._directory)).st_mode
-        if not stat_module.S_ISDIR(mode):
-            raise not_a_directory(self.root)
 
     def _copy(self, name: str, destination: str) -> int:
         copied = 0
