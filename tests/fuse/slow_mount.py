@@ -238,6 +238,7 @@ def _serve(source: str, control: str) -> None:
     operations = type("Operations", (PassThrough, mfusepy.Operations), {})(source, control)
     timeout = _read_plan(control)["attr_s"]
     options = {"foreground": True, "nothreads": False, "attr_timeout": timeout}
+    options["entry_timeout"] = max(1.0, timeout)
     mfusepy.FUSE(operations, f"{control}/mount", **options)
 
 

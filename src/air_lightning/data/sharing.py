@@ -98,7 +98,7 @@ def share_listing(what: Mapping[str, Any], take: Callable[[], FileList]) -> File
     if seat is None:
         return take()
     try:
-        place = _Place(seat, f"{text} {_constructions[text]}")
+        place = Place(seat, f"{text} {_constructions[text]}")
     except OSError as error:
         _logger.debug("Cannot share the file list with the ranks of this node: %s", error)
         return take()
@@ -157,7 +157,7 @@ def _began(pid: int) -> float:
     return (ticks + 1) / os.sysconf("SC_CLK_TCK")  # what is told is rounded down
 
 
-class _Place:
+class Place:
     """The place of one listing, locked until it is closed.
 
     Raises:

@@ -28,8 +28,7 @@ from air_lightning.volumes.crew import Crew, Step
 _logger = logging.getLogger("air_lightning")
 
 STALL_S = 300.0  # a listing that makes no progress for so long is given up
-_ENTRIES_PER_STEP = 256
-_STATS_PER_STEP = 64
+_PER_STEP = 64  # entries that one thread asks about, one after the other
 
 _Entries = Sequence["os.DirEntry[bytes]"]
 
@@ -122,12 +121,12 @@ class Walk:
     def _scan(self, real: bytes, prefix: bytes) -> list[Step]:
         """List one real directory; returns the steps that are left to do for it."""
         entries = self._call("list", os.fsdecode(prefix), lambda: self._entries(real))
-        if len(entries) <= _ENTRIES_PER_STEP:
+        if len(entries) <= _PER_STEP:
             return self._sort_out(entries, real, prefix)
         # In parts: where the mount gives no types, each entry takes a round trip.
         return [
             Step(os.fsdecode(prefix), self._sorter(part, real, prefix))
-            for part in _parts(entries, _ENTRIES_PER_STEP)
+            for part in _parts(entries, _PER_STEP)
         ]
 
     def _entries(self, directory: bytes) -> "list[os.DirEntry[bytes]]":
@@ -162,7 +161,7 @@ class Walk:
             self._names.append(files)
             return steps
         return steps + [
-            Step(os.fsdecode(prefix), self._stater(part)) for part in _parts(files, _STATS_PER_STEP)
+            Step(os.fsdecode(prefix), self._stater(part)) for part in _parts(files, _PER_STEP)
         ]
 
     def _kind(self, entry: "os.DirEntry[bytes]", prefix: bytes) -> int:
