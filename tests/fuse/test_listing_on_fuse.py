@@ -62,11 +62,36 @@ def test_where_the_mount_gives_no_types_they_are_asked_for_in_threads(tmp_path):
         (tmp_path / name).touch()
     (tmp_path / "sub").mkdir()
     with slow_mount(tmp_path, types=False) as mount:
+        # Names that are new to it the kernel looks up one after the other within a directory.
+        for name in names:
+            os.stat(f"{mount}/{name}")
         mount.delay(getattr=0.02)
         began = time.monotonic()
         files = open_storage(f"file://{mount}").list_files()
         assert time.monotonic() - began < 400 * 0.02 / 2
     assert [info.name for info in files] == names
+
+
+def test_links_and_types_are_as_on_disk_where_the_mount_gives_none(source):
+    """An entry that is asked about is what it is; an error that passes costs a line in the log."""
+    with slow_mount(source) as mount:
+        wanted = list(open_storage(f"file://{mount}").list_files(sizes=True))
+    with slow_mount(source, types=False) as mount:
+        mount.fail("getattr", errno.EIO, name="part3", times=2)
+        mount.fail("getattr", errno.EIO, name="010.txt", times=2)
+        files = open_storage(f"file://{mount}").list_files(sizes=True)
+        assert list(files) == wanted
+        mount.fail("getattr", errno.EACCES, name="011.txt")
+        with pytest.raises(StorageError, match=r"Could not stat .*part3/011\.txt.*permissions"):
+            open_storage(f"file://{mount}").list_files()
+
+
+def test_an_error_in_a_directory_ends_the_listing(source):
+    """One that cannot be read is the error of the whole, at once."""
+    with slow_mount(source) as mount:
+        mount.fail("readdir", errno.EACCES, name="part2")
+        with pytest.raises(StorageError, match="Could not list .*/part2.*Check the permissions"):
+            open_storage(f"file://{mount}").list_files()
 
 
 @pytest.mark.parametrize("read_ahead", [0, 4])
@@ -83,8 +108,8 @@ def test_a_cold_file_costs_one_stat_and_one_open(source, read_ahead):
 
 def test_sizes_are_asked_for_in_the_threads_that_read_ahead(source):
     """A slow stat does not add up file by file."""
-    with slow_mount(source) as mount:
-        dataset = UCVolumeDataset(f"file://{mount}", read_ahead=16)
+    with slow_mount(source, attr_timeout_s=5.0) as mount:
+        dataset = UCVolumeDataset(f"file://{mount}", read_ahead=16, shuffle=True)
         mount.delay(getattr=0.05)
         began = time.monotonic()
         assert len(list(dataset)) == FILES

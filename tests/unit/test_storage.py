@@ -2,7 +2,6 @@
 
 import errno
 import os
-import stat
 import subprocess
 import time
 import uuid
@@ -18,7 +17,6 @@ from air_lightning.errors import (
 from air_lightning.volumes.base import Entry, FileInfo
 from air_lightning.volumes.retry import Retry, is_transient
 from air_lightning.volumes.storage import open_storage
-from air_lightning.volumes.walk import Walk
 
 
 @pytest.fixture(params=["volume", "file", "local", "memory"])
@@ -179,46 +177,6 @@ def test_a_link_into_a_hidden_directory_is_followed(tmp_path):
     (tmp_path / "sub").symlink_to(tmp_path / ".store" / "v1" / "sub")
     names = [info.name for info in open_storage(f"file://{tmp_path}").list_files()]
     assert names == ["data/sub/x.txt"]
-
-
-def test_an_error_while_types_are_read_is_retried_and_then_translated(tmp_path):
-    """EIO on asking what an entry is costs a retry; one that stays ends as a StorageError."""
-    failures = [OSError(errno.EIO, "io")]
-    storage = open_storage(f"file://{tmp_path}", retry=Retry(first_delay_s=0.001, budget_s=0.01))
-    walk = Walk(storage._call, storage.root)
-    assert walk._kind(FailingEntry(failures * 2), b"x/") == stat.S_IFREG
-    with pytest.raises(StorageError, match="Could not stat .*/x/entry.*still so after"):
-        walk._kind(FailingEntry(failures * 10_000), b"x/")
-
-
-class FailingEntry:
-    """A directory's entry whose type cannot be read until its errors are used up."""
-
-    name = b"entry"
-
-    def __init__(self, errors) -> None:
-        self._errors = list(errors)
-
-    def is_file(self, *, follow_symlinks=True) -> bool:
-        if self._errors:
-            raise self._errors.pop()
-        return True
-
-
-def test_an_error_in_a_scan_ends_the_walk(tmp_path, monkeypatch):
-    """A directory that cannot be listed is the error of the whole listing."""
-    for number in range(50):
-        (tmp_path / f"{number}").mkdir()
-    scandir = os.scandir
-
-    def refuse(directory):
-        if os.fsdecode(directory).endswith("/7"):
-            raise PermissionError(errno.EACCES, "Permission denied")
-        return scandir(directory)
-
-    monkeypatch.setattr("os.scandir", refuse)
-    with pytest.raises(StorageError, match="Could not list .*/7.*Check the permissions"):
-        open_storage(f"file://{tmp_path}").list_files()
 
 
 @pytest.mark.timeout(120)

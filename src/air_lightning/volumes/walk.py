@@ -30,8 +30,6 @@ _logger = logging.getLogger("air_lightning")
 STALL_S = 300.0  # a listing that makes no progress for so long is given up
 _PER_STEP = 64  # entries that one thread asks about, one after the other
 
-_Entries = Sequence["os.DirEntry[bytes]"]
-
 
 class _Link(NamedTuple):
     """A link to a directory: its name in the listing, where it lies, and where it leads."""
@@ -39,6 +37,15 @@ class _Link(NamedTuple):
     name: bytes
     parent: bytes
     target: bytes
+
+
+class _Found(NamedTuple):
+    """Names in one directory."""
+
+    files: list[bytes]
+    directories: list[bytes]
+    links: list[bytes]
+    unknown: list[bytes]
 
 
 class Walk:
@@ -120,69 +127,86 @@ class Walk:
 
     def _scan(self, real: bytes, prefix: bytes) -> list[Step]:
         """List one real directory; returns the steps that are left to do for it."""
-        entries = self._call("list", os.fsdecode(prefix), lambda: self._entries(real))
-        if len(entries) <= _PER_STEP:
-            return self._sort_out(entries, real, prefix)
-        # In parts: where the mount gives no types, each entry takes a round trip.
-        return [
-            Step(os.fsdecode(prefix), self._sorter(part, real, prefix))
-            for part in _parts(entries, _PER_STEP)
-        ]
+        found: _Found = self._call("list", os.fsdecode(prefix), lambda: self._read(real))
+        steps = self._keep(found.files, prefix)
+        steps += [step for name in found.directories for step in self._below(name, real, prefix)]
+        # In parts, since each takes a round trip.
+        for part in _parts([*found.links, *found.unknown], _PER_STEP):
+            steps.append(Step(os.fsdecode(prefix), self._asker(part, real, prefix)))
+        return steps
 
-    def _entries(self, directory: bytes) -> "list[os.DirEntry[bytes]]":
+    def _read(self, directory: bytes) -> "_Found":
+        """What a directory holds, told apart as far as its listing does it."""
         try:
-            with os.scandir(directory) as found:
-                kept = []
-                for entry in found:
-                    self._crew.progress += 1
-                    if not entry.name.startswith(b"."):
-                        kept.append(entry)
-                return kept
+            descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         except FileNotFoundError:
-            return []  # removed while we walk
+            return _Found([], [], [], [])  # removed while we walk
+        try:
+            kept = []
+            with os.scandir(descriptor) as entries:
+                for entry in entries:
+                    self._crew.progress += 1
+                    if not entry.name.startswith("."):
+                        kept.append(entry)
+            _blind(descriptor)
+            return _told_apart(kept)
+        finally:
+            os.close(descriptor)
 
-    def _sorter(self, entries: _Entries, real: bytes, prefix: bytes) -> Callable[[], list[Step]]:
-        return lambda: self._sort_out(entries, real, prefix)
+    def _keep(self, files: list[bytes], prefix: bytes) -> list[Step]:
+        names = [prefix + name for name in files]
+        if not self._sizes:
+            self._names.append(names)
+            return []
+        return [Step(os.fsdecode(prefix), self._stater(part)) for part in _parts(names, _PER_STEP)]
 
-    def _sort_out(self, entries: _Entries, real: bytes, prefix: bytes) -> list[Step]:
-        """Tell files, directories and links apart."""
+    def _below(self, name: bytes, real: bytes, prefix: bytes) -> list[Step]:
+        path = _join(real, name)
+        return [] if path in self._starts else [self._scan_step(path, prefix + name + b"/")]
+
+    def _asker(
+        self, names: Sequence[bytes], real: bytes, prefix: bytes
+    ) -> Callable[[], list[Step]]:
+        return lambda: self._ask(names, real, prefix)
+
+    def _ask(self, names: Sequence[bytes], real: bytes, prefix: bytes) -> list[Step]:
+        """Ask what the listing did not tell: what an entry is, and where a link leads."""
         steps: list[Step] = []
         files: list[bytes] = []
-        for entry in entries:
-            kind = self._kind(entry, prefix)
-            if kind == stat_module.S_IFREG:
-                files.append(prefix + entry.name)
-            elif kind == stat_module.S_IFDIR:
-                if entry.is_symlink():
-                    self._add_link(entry, prefix + entry.name, real)
-                elif entry.path not in self._starts:
-                    steps.append(self._scan_step(entry.path, prefix + entry.name + b"/"))
-        if not self._sizes:
-            self._names.append(files)
-            return steps
-        return steps + [
-            Step(os.fsdecode(prefix), self._stater(part)) for part in _parts(files, _PER_STEP)
-        ]
+        for name in names:
+            path = _join(real, name)
+            mode = self._mode(path, prefix + name, follow_symlinks=False)
+            is_link = stat_module.S_ISLNK(mode)
+            if is_link:
+                mode = self._mode(path, prefix + name, follow_symlinks=True)
+            if stat_module.S_ISREG(mode):
+                files.append(name)
+            elif stat_module.S_ISDIR(mode) and is_link:
+                self._add_link(path, prefix + name, real)
+            elif stat_module.S_ISDIR(mode):
+                steps += self._below(name, real, prefix)
+        return steps + self._keep(files, prefix)
 
-    def _kind(self, entry: "os.DirEntry[bytes]", prefix: bytes) -> int:
-        """A regular file, a directory (or a link to one), or 0 for what is neither."""
+    def _mode(self, path: bytes, name: bytes, *, follow_symlinks: bool) -> int:
+        """0 for what is gone, or a link that leads nowhere or in circles."""
+
+        def ask() -> int:
+            return os.stat(path, follow_symlinks=follow_symlinks).st_mode
+
+        self._crew.progress += 1
         try:
-            return _kind(entry)
-        except OSError as error:  # a link's, or of a mount whose listings do not give types
-            if is_circular(error):
-                return 0
-        try:
-            name = os.fsdecode(prefix + entry.name)
-            kind: int = self._call("stat", name, lambda: _kind(entry))
+            mode: int = self._call("stat", os.fsdecode(name), ask)
+        except FileNotFoundError:
+            return 0
         except StorageError as error:
             if is_circular(error):
                 return 0
             raise
-        return kind
+        return mode
 
-    def _add_link(self, entry: "os.DirEntry[bytes]", name: bytes, real: bytes) -> None:
+    def _add_link(self, path: bytes, name: bytes, real: bytes) -> None:
         def resolve() -> bytes:
-            return os.path.realpath(entry.path, strict=True)
+            return os.path.realpath(path, strict=True)
 
         with contextlib.suppress(FileNotFoundError):
             target = self._call("stat", os.fsdecode(name), resolve)
@@ -194,7 +218,7 @@ class Walk:
     def _stat(self, names: Sequence[bytes]) -> list[Step]:
         there = []
         for name in names:
-            path = self._root + b"/" + name
+            path = _join(self._root, name)
             # Deleted between listing and stat: not a file of this list.
             with contextlib.suppress(FileNotFoundError):
                 found = self._call("stat", os.fsdecode(name), _stat_of(path))
@@ -213,13 +237,34 @@ def is_circular(error: OSError) -> bool:
     return True
 
 
-def _kind(entry: "os.DirEntry[bytes]") -> int:
-    """By the listing's own word, unless it is a link or the mount does not say."""
-    if entry.is_file(follow_symlinks=False):
-        return stat_module.S_IFREG
-    if entry.is_dir():
-        return stat_module.S_IFDIR
-    return stat_module.S_IFREG if entry.is_file() else 0
+def _blind(descriptor: int) -> None:
+    """Make a directory's descriptor one of what is no directory.
+
+    An entry whose type the listing did not give asks the mount for it, unseen and one after the
+    other: minutes for a large flat directory. Relative to this descriptor it fails at once instead,
+    and what is not known can be asked for in threads.
+    """
+    nowhere = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.dup2(nowhere, descriptor, inheritable=False)
+    finally:
+        os.close(nowhere)
+
+
+def _told_apart(entries: "list[os.DirEntry[str]]") -> _Found:
+    found = _Found([], [], [], [])
+    for entry in entries:
+        name = os.fsencode(entry.name)
+        try:
+            if entry.is_file(follow_symlinks=False):
+                found.files.append(name)
+            elif entry.is_dir(follow_symlinks=False):
+                found.directories.append(name)
+            elif entry.is_symlink():
+                found.links.append(name)
+        except OSError:
+            found.unknown.append(name)
+    return found
 
 
 def _stat_of(path: bytes) -> Callable[[], os.stat_result]:
@@ -228,6 +273,10 @@ def _stat_of(path: bytes) -> Callable[[], os.stat_result]:
 
 def _parts(items: Sequence[Any], length: int) -> list[Sequence[Any]]:
     return [items[start : start + length] for start in range(0, len(items), length)]
+
+
+def _join(directory: bytes, name: bytes) -> bytes:
+    return directory.rstrip(b"/") + b"/" + name
 
 
 def _is_below(path: bytes, ancestor: bytes) -> bool:
