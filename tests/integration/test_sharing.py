@@ -261,6 +261,8 @@ SLURM = {"SLURM_LOCALID": "3", "SLURM_NTASKS": "16", "SLURM_JOB_ID": "7", "SLURM
         (SLURM | {"SLURM_NTASKS": "1"}, None),
         (SLURM | {"LOCAL_RANK": "3", "WORLD_SIZE": "16"}, (3, 16)),
         (SLURM | ELASTIC, (1, 4)),
+        (SLURM | LIGHTNING, (1, 2)),
+        (SLURM | LIGHTNING | {"SLURM_NTASKS": "1", "SLURM_LOCALID": "1"}, (1, 2)),
         ({"WORLD_SIZE": "4"}, None),
         (LIGHTNING | {"WORLD_SIZE": "many"}, None),
         ({}, None),

@@ -179,6 +179,22 @@ def test_a_link_into_a_hidden_directory_is_followed(tmp_path):
     assert names == ["data/sub/x.txt"]
 
 
+def test_what_is_no_regular_file_is_left_out(tmp_path):
+    """A link to a file is a file; pipes, and links to them or to nowhere, are none."""
+    (tmp_path / "root" / "sub").mkdir(parents=True)
+    (tmp_path / "outside.txt").write_text("outside")
+    (tmp_path / "root" / "a.txt").write_text("a")
+    os.mkfifo(tmp_path / "root" / "pipe")
+    for name, target in (
+        *(("sub/file", tmp_path / "outside.txt"), ("sub/own", tmp_path / "root" / "a.txt")),
+        *(("sub/pipe", tmp_path / "root" / "pipe"), ("sub/nothing", tmp_path / "nowhere")),
+    ):
+        (tmp_path / "root" / name).symlink_to(target)
+    storage = open_storage(f"file://{tmp_path}/root")
+    assert [info.name for info in storage.list_files()] == ["a.txt", "sub/file", "sub/own"]
+    assert [info.size for info in storage.list_files(sizes=True)] == [1, 7, 1]
+
+
 @pytest.mark.timeout(120)
 def test_the_time_of_a_listing_grows_with_the_number_of_directories_not_its_square(tmp_path):
     """Eight times as many directories take far less than 64 times as long."""

@@ -89,10 +89,11 @@ def share_listing(what: Mapping[str, Any], take: Callable[[], FileList]) -> File
     """The file list that ``take`` gives, in this process or in another rank of this node.
 
     Args:
-        what: Of which dataset: everything that decides what is listed, as JSON types.
+        what: Of which dataset: everything that decides what is listed; ranks are compared by its
+            ``repr``.
         take: Lists it.
     """
-    text = json.dumps(what, sort_keys=True, default=repr)
+    text = repr(what)
     _constructions[text] += 1
     seat = find_seat(os.environ)
     if seat is None:
@@ -124,9 +125,9 @@ def find_seat(environment: Mapping[str, str]) -> Seat | None:
 
 def _find_seat(environment: Mapping[str, str]) -> Seat | None:
     elastic = "TORCHELASTIC_RUN_ID" in environment
-    # A launcher of its own inside a step leaves all its ranks the step's one SLURM_LOCALID.
-    task = environment.get("SLURM_LOCALID", "none")
-    slurm = not elastic and environment.get("LOCAL_RANK", task) == task
+    tasks, task = int(environment.get("SLURM_NTASKS", "1")), environment.get("SLURM_LOCALID")
+    # Of another launcher within a SLURM task all ranks have the task's one SLURM_LOCALID.
+    slurm = not elastic and tasks > 1 and environment.get("LOCAL_RANK", task) == task
     rank = int(environment["SLURM_LOCALID" if slurm else "LOCAL_RANK"])
     world = environment["SLURM_NTASKS" if slurm else "WORLD_SIZE"]
     ranks = int(world if slurm else environment.get("LOCAL_WORLD_SIZE", world))

@@ -18,7 +18,7 @@ import fsspec.asyn
 
 from air_lightning.errors import InvalidPathError, StorageError
 from air_lightning.volumes import path as volume_path
-from air_lightning.volumes.base import Entry, FileInfo, Listing
+from air_lightning.volumes.base import UNKNOWN_SIZE, Entry, FileInfo, Listing
 from air_lightning.volumes.local import check_size, not_a_directory, vanished
 from air_lightning.volumes.reader import RetryingReader
 from air_lightning.volumes.retry import Retry
@@ -61,7 +61,7 @@ class FsspecStorage:
         return self._fs_of[1]
 
     def list_files(self, *, sizes: bool = False) -> Listing:  # noqa: ARG002 - it always has them
-        """See :class:`~air_lightning.volumes.base.Storage`."""
+        """See :class:`~air_lightning.volumes.base.Storage`; the client bounds the time."""
         found = self._call("list", "", lambda: self._fresh().find(self._base, detail=True))
         if not found and not self.exists(""):
             raise FileNotFoundError(f"{self.root} does not exist")
@@ -176,8 +176,8 @@ class FsspecStorage:
         return self._fs
 
     def _info(self, path: str, info: Mapping[str, Any]) -> FileInfo:
-        name = path[len(self._base) :].lstrip("/")
-        return FileInfo(name, int(info.get("size") or 0), _mtime(info))
+        name, size = path[len(self._base) :].lstrip("/"), info.get("size")
+        return FileInfo(name, UNKNOWN_SIZE if size is None else int(size), _mtime(info))
 
     def _upload(self, name: str, spool: BinaryIO) -> None:
         spool.seek(0)
