@@ -24,6 +24,7 @@ CONTRACT = {
     "AirResume",
     "AirDataModule",
     "AirError",
+    "write_manifest",
 }
 
 

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from air_lightning.checkpoint.rng import capture_rng_state, restore_rng_state
     from air_lightning.data.dataset import UCVolumeDataset
     from air_lightning.data.loader import DataLoader
+    from air_lightning.data.manifest import write_manifest
     from air_lightning.data.stream import Checkpointable
     from air_lightning.errors import (
         AirError,
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
         GridMismatchError,
         InvalidArgumentError,
         InvalidPathError,
+        ManifestError,
         NotCheckpointableError,
         SaveFailedError,
         StateError,
@@ -52,6 +54,7 @@ _HOMES = {
     "air_lightning.checkpoint.rng": ("capture_rng_state", "restore_rng_state"),
     "air_lightning.data.dataset": ("UCVolumeDataset",),
     "air_lightning.data.loader": ("DataLoader",),
+    "air_lightning.data.manifest": ("write_manifest",),
     "air_lightning.data.stream": ("Checkpointable",),
     "air_lightning.errors": (
         "AirError",
@@ -64,6 +67,7 @@ _HOMES = {
         "GridMismatchError",
         "InvalidArgumentError",
         "InvalidPathError",
+        "ManifestError",
         "NotCheckpointableError",
         "SaveFailedError",
         "StateError",
@@ -94,6 +98,7 @@ __all__ = [
     "GridMismatchError",
     "InvalidArgumentError",
     "InvalidPathError",
+    "ManifestError",
     "NotCheckpointableError",
     "SaveFailedError",
     "StateError",
@@ -110,6 +115,7 @@ __all__ = [
     "prune_checkpoints",
     "restore_rng_state",
     "verify_checkpoint",
+    "write_manifest",
 ]
 
 

@@ -1,9 +1,9 @@
-"""``air-lightning``: what checkpoints there are, which is newest, whether they are sound.
+"""``air-lightning``: what checkpoints there are, whether they are sound, and file lists.
 
 Tables for people, ``--json`` for programs. Exit codes: 0 yes or done, 1 no (none found, not
-sound), 2 wrong usage or argument, 3 storage cannot be reached. ``ls``, ``latest`` and ``prune``
-load no torch, so they start in a fraction of a second. A reader that closes the pipe early
-(``| head``) changes neither the exit code nor prints an error.
+sound), 2 wrong usage or argument, 3 storage cannot be reached. ``ls``, ``latest``, ``prune`` and
+``manifest`` load no torch, so they start in a fraction of a second. A reader that closes the pipe
+early (``| head``) changes neither the exit code nor prints an error.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from typing import Any
 from air_lightning import __version__
 from air_lightning.checkpoint import catalog
 from air_lightning.checkpoint.catalog import CheckpointRecord
-from air_lightning.errors import AirError, CheckpointError, InvalidArgumentError
+from air_lightning.errors import AirError, CheckpointError, EmptyVolumeError, InvalidArgumentError
 
 DONE, NO, USAGE, UNREACHABLE = 0, 1, 2, 3
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
@@ -53,7 +53,7 @@ def _run(options: argparse.Namespace) -> int:
         if isinstance(error.__cause__, ImportError):
             return _fail(f"{error}{_extra(options.path)}", UNREACHABLE)
         return _fail(error, USAGE)
-    except CheckpointError as error:
+    except (CheckpointError, EmptyVolumeError) as error:
         return _fail(error, NO)
     except (OSError, AirError) as error:
         return _fail(error, UNREACHABLE)
@@ -76,7 +76,7 @@ def _print_all(text: str) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="air-lightning",
-        description="Look at, check and prune checkpoints on volumes.",
+        description="Look at, check and prune checkpoints on volumes; keep file lists.",
         epilog="exit codes: 0 yes or done, 1 no, 2 wrong usage, 3 storage cannot be reached",
     )
     parser.add_argument("--version", action="version", version=f"air-lightning {__version__}")
@@ -92,6 +92,9 @@ def _parser() -> argparse.ArgumentParser:
         "--keep-every", type=int, metavar="K", help="also keep those whose step K divides"
     )
     prune.add_argument("--dry-run", action="store_true", help="only say what would be deleted")
+    manifest = _command(commands, "manifest", _manifest, "PATH", "keep a directory's file list")
+    manifest.add_argument("out", metavar="OUT", help="the file to write")
+    manifest.add_argument("--pattern", metavar="GLOB", help="only files that match, as '*.png'")
     return parser
 
 
@@ -155,6 +158,17 @@ def _prune(options: argparse.Namespace) -> int:
                 "newer, so a run may still be writing it; if none is, delete it by hand.",
                 file=sys.stderr,
             )
+    return DONE
+
+
+def _manifest(options: argparse.Namespace) -> int:
+    from air_lightning.data.manifest import write_manifest
+
+    count = write_manifest(options.path, options.out, pattern=options.pattern)
+    if options.json:
+        print(json.dumps({"path": options.path, "manifest": options.out, "count": count}))
+    else:
+        print(f"Wrote {options.out}: {count} files.")
     return DONE
 
 

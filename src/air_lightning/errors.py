@@ -10,6 +10,7 @@ The tree, so that a caller can catch as widely or as narrowly as is needed::
     │   ├── FileVanishedError                  a listed file is no longer there
     │   └── FileChangedError                   a file's size is not the one that was listed
     ├── EmptyVolumeError (ValueError)          no file to train on
+    ├── ManifestError (ValueError)             a file list in a file that cannot be used
     ├── StateError (ValueError)                a state dict that does not fit here
     │   └── GridMismatchError                  taken with other ranks or workers
     ├── NotCheckpointableError (TypeError)     no state can be taken of this dataset
@@ -53,6 +54,10 @@ class FileChangedError(StorageError):
 
 class EmptyVolumeError(AirError, ValueError):
     """There is no file to train on under the path and pattern given."""
+
+
+class ManifestError(AirError, ValueError):
+    """A manifest is missing, altered, of another version, or lists what must not be listed."""
 
 
 class StateError(AirError, ValueError):

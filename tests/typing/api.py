@@ -9,6 +9,7 @@ from air_lightning import (
     UCVolumeDataset,
     find_latest_valid,
     list_checkpoints,
+    write_manifest,
 )
 from air_lightning.checkpoint.catalog import CheckpointRecord
 
@@ -19,3 +20,4 @@ assert_type(find_latest_valid("/Volumes/a/b/c"), str | None)
 assert_type(list_checkpoints("/Volumes/a/b/c"), list[CheckpointRecord])
 assert_type(loader.state_dict(), dict[str, Any])
 assert_type(len(dataset), int)
+assert_type(write_manifest("/Volumes/a/b/c", "/Volumes/a/b/d/list", pattern="*.png"), int)

@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import threading
 from collections import Counter
 from pathlib import Path
@@ -21,14 +22,15 @@ from air_lightning.errors import InvalidArgumentError, StorageError
 from air_lightning.volumes.storage import open_storage
 from ranks import run_ranks
 
-EVERYTHING = 1 << 60  # more free disk than there is: whatever may go, goes
+# More free disk than there is: whatever may go, goes.
+EVERYTHING = shutil.disk_usage(tempfile.gettempdir()).total - 1
 
 
 @pytest.fixture
 def files(volume):
     """Eight listed files."""
     volume.write(8, size=1000)
-    return take_listing(open_storage(volume.path), None)
+    return take_listing(open_storage(volume.path), None, sizes=True)
 
 
 @pytest.fixture
@@ -65,7 +67,7 @@ def test_an_altered_file_is_another_file(volume, files, directory):
     cache = cache_of(volume, directory)
     cache.fetch(files[0]).close()
     volume.put(files[0].name, b"new")
-    lease = cache.fetch(take_listing(open_storage(volume.path), None)[0])
+    lease = cache.fetch(take_listing(open_storage(volume.path), None, sizes=True)[0])
     assert Path(lease.path).read_bytes() == b"new"
     lease.close()
 
@@ -117,7 +119,7 @@ class LoggingStorage:
 def _fetch_all(volume, directory, log) -> None:
     storage = LoggingStorage(open_storage(volume.path), log)
     cache = FileCache(storage, str(directory), 0)
-    files = take_listing(storage, None)
+    files = take_listing(storage, None, sizes=True)
     for index in range(len(files)):
         lease = cache.fetch(files[index])
         assert os.stat(lease.path).st_size == 1000
@@ -241,7 +243,7 @@ def test_a_full_disk_evicts_and_at_last_reads_from_the_volume(volume, tmp_path, 
     disk.mkdir()
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(disk)], check=True)
     try:
-        files = take_listing(open_storage(volume.path), None)
+        files = take_listing(open_storage(volume.path), None, sizes=True)
         cache = cache_of(volume, disk)
         held = cache.fetch(files[0])
         for index in range(5):
@@ -295,6 +297,17 @@ def test_the_free_share_comes_from_argument_environment_or_disk(directory, monke
             Evictor(str(directory), number)
     monkeypatch.setenv("SGC_FSLAYER_MIN_FREE_DISK_BYTES", "10GB")
     with pytest.raises(InvalidArgumentError, match="SGC_FSLAYER_MIN_FREE_DISK_BYTES='10GB'"):
+        Evictor(str(directory))
+
+
+def test_more_free_disk_than_the_disk_has_is_refused(directory, monkeypatch):
+    """Nothing could ever be cached: the error names what was asked for and what there is."""
+    total = shutil.disk_usage(directory).total
+    for asked in (total, 1 << 62):
+        with pytest.raises(InvalidArgumentError, match=f"min_free_bytes={asked} .* {total} bytes"):
+            Evictor(str(directory), asked)
+    monkeypatch.setenv("SGC_FSLAYER_MIN_FREE_DISK_BYTES", str(total))
+    with pytest.raises(InvalidArgumentError, match=f"_BYTES='{total}' .* {total} bytes in all"):
         Evictor(str(directory))
 
 

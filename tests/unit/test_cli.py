@@ -13,6 +13,7 @@ import torch.distributed.checkpoint as dcp
 
 from air_lightning.checkpoint.dcp import UCVolumeWriter
 from air_lightning.cli import main
+from air_lightning.data.dataset import UCVolumeDataset
 
 pytestmark = [
     pytest.mark.timeout(60),
@@ -169,3 +170,28 @@ def test_a_missing_back_end_names_the_extra() -> None:
     assert done.returncode == 3
     assert "pip install 'air-lightning[s3]'" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_manifest_writes_a_list_that_a_dataset_takes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The command says how many files it lists, loads no torch, and exits with 1 where none is."""
+    files = tmp_path / "files"
+    files.mkdir()
+    for name in ("a.png", "b.png", "c.txt"):
+        (files / name).write_text(name)
+    program = (
+        "import sys; from air_lightning.cli import main; code = main(sys.argv[1:]);"
+        "sys.exit(code or 50 * any(m in sys.modules for m in ('torch', 'lightning', 'mlflow')))"
+    )
+    out = str(tmp_path / "list")
+    arguments = ["manifest", str(files), out, "--pattern", "*.png"]
+    command = [sys.executable, "-c", program, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=50, check=False)
+    assert (done.returncode, done.stdout) == (0, f"Wrote {out}: 2 files.\n")
+    dataset = UCVolumeDataset(f"file://{files}", manifest=out)
+    assert [os.path.basename(path) for path in dataset] == ["a.png", "b.png"]
+    assert main([*arguments, "--json"]) == 0
+    assert json.loads(_out(capsys)) == {"path": str(files), "manifest": out, "count": 2}
+    assert main(["manifest", str(files), out, "--pattern", "*.jpg"]) == 1
+    assert main(["manifest", str(files), out, "--pattern", "/"]) == 2

@@ -5,7 +5,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from air_lightning import AirDataModule, EmptyVolumeError, InvalidArgumentError, InvalidPathError
+from air_lightning import (
+    AirDataModule,
+    EmptyVolumeError,
+    InvalidArgumentError,
+    InvalidPathError,
+    write_manifest,
+)
 from conftest import Volume
 
 
@@ -148,3 +154,29 @@ def test_an_empty_stage(texts: str) -> None:
     module = AirDataModule(train=texts, pattern="*.png", num_workers=0)
     with pytest.raises(EmptyVolumeError, match=r"data.*\*\.png"):
         module.train_dataloader()
+
+
+def test_a_stage_with_a_manifest_takes_its_list(texts: str, tmp_path: Path) -> None:
+    """Each stage has its own; one for a stage without a path is refused."""
+    write_manifest(texts, tmp_path / "list", pattern="*.txt")
+    manifests = {"train": str(tmp_path / "list")}
+    module = AirDataModule(train=texts, val=texts, manifests=manifests, num_workers=0)
+    assert len(module.train_dataloader()) == 4
+    assert len(module.val_dataloader()) == 5
+    for wrong in ({"test": "list"}, ["list"], "list"):
+        with pytest.raises(InvalidArgumentError, match=r"manifests=.*by stage, of \['train'\]"):
+            AirDataModule(train=texts, manifests=wrong)
+
+
+def test_manifests_can_be_given_on_a_command_line(texts: str, tmp_path: Path) -> None:
+    """jsonargparse, and with it LightningCLI, reads a dict or single stages."""
+    jsonargparse = pytest.importorskip("jsonargparse")
+    write_manifest(texts, tmp_path / "list", pattern="*.txt")
+    parser = jsonargparse.ArgumentParser()
+    parser.add_class_arguments(AirDataModule, "data")
+    for given in (
+        f'--data.manifests={{"train": "{tmp_path}/list"}}',
+        f"--data.manifests.train={tmp_path}/list",
+    ):
+        options = parser.parse_args([f"--data.train={texts}", "--data.num_workers=0", given])
+        assert len(parser.instantiate(options).data.train_dataloader()) == 4

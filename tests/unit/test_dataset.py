@@ -5,6 +5,7 @@ import gc
 import json
 import os
 import pickle
+import tempfile
 import threading
 from collections import Counter
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 import torch.utils.data
 
 from air_lightning.data.dataset import UCVolumeDataset
+from air_lightning.data.manifest import write_manifest
 from air_lightning.data.stream import Checkpointable, Grid, set_worker
 from air_lightning.errors import (
     EmptyVolumeError,
@@ -232,7 +234,10 @@ def test_a_state_that_does_not_fit_is_refused_and_changes_nothing(volume, change
     [
         (lambda volume: volume.write(8), "6 files then, 8 now: 2 added"),
         (lambda volume: (volume.directory / "part0/0000.txt").unlink(), "5 now: 1 removed"),
-        (lambda volume: volume.put("part0/0000.txt", b"longer than before"), "changed in size"),
+        (
+            lambda volume: (volume.directory / "part0/0000.txt").rename(volume.directory / "other"),
+            "as many files (6), but some were replaced by others or renamed",
+        ),
     ],
 )
 def test_a_changed_list_is_refused_mid_epoch_and_taken_at_its_start(volume, alter, said):
@@ -347,14 +352,15 @@ def test_skipping_ends_where_every_file_is_bad(volume):
     assert isinstance(caught.value.__cause__, OSError)
 
 
-def test_files_that_vanish_or_change_after_listing_are_named(volume):
+def test_files_that_vanish_or_change_after_listing_are_named(volume, tmp_path):
     """Each raises at its own place, with the path as users know it."""
     names = volume.write(6)
+    write_manifest(volume.path, tmp_path / "manifest")
     dataset = UCVolumeDataset(volume.path)
     (volume.directory / names[4]).unlink()
     with pytest.raises(FileVanishedError, match=f"{volume.path}/{names[4]}"):
         take(dataset, 5)
-    dataset = UCVolumeDataset(volume.path)
+    dataset = UCVolumeDataset(volume.path, manifest=tmp_path / "manifest")
     volume.put(names[2], b"short")
     with pytest.raises(FileChangedError, match=f"{volume.path}/{names[2]}.* 8 bytes and 5 came"):
         list(dataset)
@@ -363,19 +369,23 @@ def test_files_that_vanish_or_change_after_listing_are_named(volume):
 def test_the_file_just_yielded_outlives_any_shortage(volume):
     """With no free disk at all, each path can be read until the next is asked for."""
     volume.write(30)
-    dataset = UCVolumeDataset(volume.path, min_free_bytes=1 << 60)
+    disk = os.statvfs(tempfile.gettempdir())
+    nothing_free = disk.f_blocks * disk.f_frsize - 1
+    dataset = UCVolumeDataset(volume.path, min_free_bytes=nothing_free)
     assert sorted(read(path) for path in dataset) == numbers(30)
     assert sorted(read(path) for path in dataset) == numbers(30)
 
 
 def test_a_shared_cache_serves_other_datasets_and_restarts(volume, tmp_path):
-    """What one dataset downloaded is there for the next, also when the volume has lost it."""
+    """What one dataset downloaded is not downloaded by the next, of a file that is the same."""
     volume.write(6)
     list(UCVolumeDataset(volume.path, cache_dir=tmp_path / "cache"))
     gc.collect()
     second = UCVolumeDataset(volume.path, cache_dir=str(tmp_path / "cache"))
     for path in volume.directory.rglob("*.txt"):
-        path.unlink()
+        status = path.stat()
+        path.write_bytes(b"x" * status.st_size)
+        os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
     assert sorted(read(path) for path in second) == numbers(6)
 
 
@@ -510,3 +520,16 @@ def test_paths_that_cannot_work_are_refused_at_once(volume, tmp_path, monkeypatc
     monkeypatch.setenv("AIR_VOLUMES_ROOT", str(tmp_path / "gone"))
     with pytest.raises(VolumeNotMountedError):
         UCVolumeDataset(volume.path)
+
+
+def test_a_cache_in_the_listed_directory_is_refused(volume, tmp_path):
+    """What is cached would be listed next; through a link too, but not below a dot-directory."""
+    volume.write(2)
+    (tmp_path / "link").symlink_to(volume.directory)
+    for inside in (volume.directory, volume.directory / "part0" / "cache", tmp_path / "link" / "c"):
+        for path in (volume.path, f"file://{volume.directory}"):
+            with pytest.raises(InvalidArgumentError, match=r"cache_dir=.*own directory /.*|file:"):
+                UCVolumeDataset(path, cache_dir=inside)
+    assert not (volume.directory / "part0" / "cache").exists()
+    for outside in (volume.directory / ".cache" / "x", tmp_path / "volumes" / "main"):
+        assert len(list(UCVolumeDataset(volume.path, cache_dir=outside))) == 2

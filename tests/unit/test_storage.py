@@ -18,7 +18,6 @@ from air_lightning.errors import (
 from air_lightning.volumes.base import Entry, FileInfo
 from air_lightning.volumes.retry import Retry, is_transient
 from air_lightning.volumes.storage import open_storage
-from air_lightning.volumes.walk import Walk
 
 
 @pytest.fixture(params=["volume", "file", "local", "memory"])
@@ -63,7 +62,7 @@ def test_a_listing_is_recursive_sorted_by_bytes_and_without_dot_files(storage):
         storage.write_bytes(name, name.encode())
     names = [info.name for info in storage.list_files()]
     assert names == sorted(["b/2", "b/1", "b-1", "b.txt", "B", "é", "b/c/3"], key=os.fsencode)
-    assert [info.size for info in storage.list_files()] == [len(n.encode()) for n in names]
+    assert list(storage.list_files(sizes=True)) == [storage.stat(name) for name in names]
     assert storage.list_dir("b") == [
         *(Entry(".hidden", False), Entry("1", False), Entry("2", False), Entry("c", True)),
     ]
@@ -182,43 +181,20 @@ def test_a_link_into_a_hidden_directory_is_followed(tmp_path):
     assert names == ["data/sub/x.txt"]
 
 
-def test_an_error_while_types_are_read_is_retried_and_then_translated(tmp_path):
-    """EIO on asking what an entry is costs a retry; one that stays ends as a StorageError."""
-    failures = [OSError(errno.EIO, "io")]
-    storage = open_storage(f"file://{tmp_path}", retry=Retry(first_delay_s=0.001, budget_s=0.01))
-    walk = Walk(storage._call)
-    entry = FailingEntry(failures * 2)
-    assert walk._is_dir(entry, "x") is True
-    with pytest.raises(StorageError, match="Could not stat .*still so after"):
-        walk._is_dir(FailingEntry(failures * 10_000), "x")
-
-
-class FailingEntry:
-    """A directory's entry whose type cannot be read until its errors are used up."""
-
-    def __init__(self, errors) -> None:
-        self._errors = list(errors)
-
-    def is_dir(self) -> bool:
-        if self._errors:
-            raise self._errors.pop()
-        return True
-
-
-def test_an_error_in_a_scan_ends_the_walk(tmp_path, monkeypatch):
-    """A directory that cannot be listed is the error of the whole listing."""
-    for number in range(50):
-        (tmp_path / f"{number}").mkdir()
-    scandir = os.scandir
-
-    def refuse(directory):
-        if str(directory).endswith("/7"):
-            raise PermissionError(errno.EACCES, "Permission denied")
-        return scandir(directory)
-
-    monkeypatch.setattr("os.scandir", refuse)
-    with pytest.raises(StorageError, match="Could not list .*/7.*Check the permissions"):
-        open_storage(f"file://{tmp_path}").list_files()
+def test_what_is_no_regular_file_is_left_out(tmp_path):
+    """A link to a file is a file; pipes, and links to them or to nowhere, are none."""
+    (tmp_path / "root" / "sub").mkdir(parents=True)
+    (tmp_path / "outside.txt").write_text("outside")
+    (tmp_path / "root" / "a.txt").write_text("a")
+    os.mkfifo(tmp_path / "root" / "pipe")
+    for name, target in (
+        *(("sub/file", tmp_path / "outside.txt"), ("sub/own", tmp_path / "root" / "a.txt")),
+        *(("sub/pipe", tmp_path / "root" / "pipe"), ("sub/nothing", tmp_path / "nowhere")),
+    ):
+        (tmp_path / "root" / name).symlink_to(target)
+    storage = open_storage(f"file://{tmp_path}/root")
+    assert [info.name for info in storage.list_files()] == ["a.txt", "sub/file", "sub/own"]
+    assert [info.size for info in storage.list_files(sizes=True)] == [1, 7, 1]
 
 
 @pytest.mark.timeout(120)
@@ -231,7 +207,7 @@ def test_the_time_of_a_listing_grows_with_the_number_of_directories_not_its_squa
             (root / f"{number}").mkdir(parents=True)
         storage = open_storage(f"file://{root}")
         began = time.perf_counter()
-        assert storage.list_files() == []
+        assert len(storage.list_files()) == 0
         return time.perf_counter() - began
 
     small = seconds(1000)

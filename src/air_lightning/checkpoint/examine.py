@@ -123,7 +123,7 @@ def examine(candidate: Candidate) -> CheckpointRecord:
     if record.reason is not None or marker is None:
         return record
     try:
-        sizes = {file.name: file.size for file in candidate.storage.list_files()}
+        sizes = {file.name: file.size for file in candidate.storage.list_files(sizes=True)}
     except (OSError, AirError) as error:
         return _unreadable(record, error)
     sizes[METADATA] = marker

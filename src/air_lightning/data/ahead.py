@@ -25,7 +25,7 @@ from typing import NamedTuple
 from air_lightning.data.cache import FileCache, Lease, lease_if_whole
 from air_lightning.data.listing import FileList
 from air_lightning.data.turns import Turn, current_turn
-from air_lightning.volumes.base import FileInfo
+from air_lightning.volumes.base import UNKNOWN_SIZE
 
 MAX_BYTES = 1 << 30  # bytes of a stream's files that may be on their way at once
 MAX_DEPTH = 1024  # files; each one that is ahead takes a file descriptor
@@ -45,7 +45,8 @@ class _Task(NamedTuple):
 
 
 class _Ahead(NamedTuple):
-    info: FileInfo
+    number: int
+    size: int
     lease: Lease | None
     future: "Future[Lease] | None"
 
@@ -80,6 +81,7 @@ class ReadAhead:
         self._stall_s = stall_s
         self._ahead: deque[_Ahead] = deque()
         self._started = 0
+        self._typical = 0  # bytes of a file whose size is not known: those of the last one
         self._bytes = 0
         self._turn = current_turn()
         self._pool = _Pool(max(1, min(depth, _MAX_THREADS)), self._turn)
@@ -101,12 +103,14 @@ class ReadAhead:
             StorageError: This file cannot be had; the next call goes on with the one after it.
         """
         self._fill()
-        info, lease, future = self._ahead.popleft()
+        index, size, lease, future = self._ahead.popleft()
         if future is None:
             assert lease is not None, "what is not on its way is here"
             return lease
-        self._bytes -= info.size
-        return self._result(info, future)
+        self._bytes -= size
+        lease = self._result(index, future)
+        self._typical = self._files[index].size
+        return lease
 
     def fetch(self, index: int) -> Lease:
         """One file out of turn.
@@ -114,10 +118,9 @@ class ReadAhead:
         Raises:
             StorageError: It cannot be had.
         """
-        info = self._files[index]
         pool = _Pool(1, None)
         try:
-            return self._result(info, pool.submit(self._fetcher(index), 0, 0))
+            return self._result(index, pool.submit(self._fetcher(index), 0, 0))
         finally:
             pool.dismiss()
 
@@ -125,7 +128,7 @@ class ReadAhead:
         """Stop: nothing more is downloaded, and what was is free to be evicted."""
         if os.getpid() != self._pid:
             return  # a forked child's copy: threads, leases and locks are its parent's
-        for _, lease, future in self._ahead:
+        for _, _, lease, future in self._ahead:
             if lease is not None:
                 lease.close()
             if future is not None:
@@ -145,24 +148,31 @@ class ReadAhead:
     def _start(self, index: int) -> _Ahead:
         info = self._files[index]
         number, self._started = self._started, self._started + 1
-        lease = lease_if_whole(self._cache.place(info), info)
+        known = info.size != UNKNOWN_SIZE
+        lease = lease_if_whole(self._cache.place(info), info) if known else None
         if lease is not None:
-            return _Ahead(info, lease, None)
+            return _Ahead(index, 0, lease, None)
+        size = info.size if known else self._typical
+        self._bytes += size
+        if lease is not None:
+            return _Ahead(number, 0, lease, None)
         self._bytes += info.size
         batch = 0 if self._turn is None else self._turn.batch(number)
-        future = self._pool.submit(self._fetcher(index), batch, info.size)
-        return _Ahead(info, None, future)
+        future = self._pool.submit(self._fetcher(index), batch, size)
+        return _Ahead(index, size, None, future)
 
     def _fetcher(self, index: int) -> Callable[[], Lease]:
         cache, files = self._cache, self._files  # not self: its threads would keep it alive
-        return lambda: cache.fetch(files[index])
+        # A size that is not known is asked for there, too: here it would be a round trip per item.
+        return lambda: cache.fetch(files.complete(index, cache.storage))
 
-    def _result(self, info: FileInfo, future: "Future[Lease]") -> Lease:
+    def _result(self, index: int, future: "Future[Lease]") -> Lease:
         """Wait for a download for as long as it makes progress."""
         seen, since = -1, time.monotonic()
         try:
             while not wait((future,), min(_LOOK_S, self._stall_s / 2)).done:
-                now, size = time.monotonic(), self._cache.bytes_so_far(info)
+                info, now = self._files[index], time.monotonic()
+                size = self._cache.bytes_so_far(info)
                 if size != seen:
                     seen, since = size, now
                 elif now - since > self._stall_s:

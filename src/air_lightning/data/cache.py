@@ -82,7 +82,7 @@ class FileCache:
         *,
         remake: bool = False,
     ) -> None:
-        self._storage = storage
+        self.storage = storage
         self._directory = directory
         self._remake = remake
         self._told_full = False
@@ -142,7 +142,7 @@ class FileCache:
     def stalled(self, info: FileInfo, seconds: float) -> StorageError:
         """The error for a download that stands still."""
         ours = StorageError(
-            f"Could not download {volume_path.join(self._storage.root, info.name)}: no byte of it "
+            f"Could not download {volume_path.join(self.storage.root, info.name)}: no byte of it "
             f"came for {seconds:.0f} s. Check that the storage answers (is the mount alive, the "
             "network up?), then run again."
         )
@@ -205,7 +205,7 @@ class FileCache:
 
     def _fill(self, info: FileInfo, place: str, part: str, descriptor: int) -> Lease:
         self._evictor.make_room(info.size)
-        self._storage.download(info, part)
+        self.storage.download(info, part)
         # Eviction goes by the access time, to the nanosecond: the kernel's own times are too coarse
         # to tell which file came first.
         os.utime(part, ns=(time.time_ns(), int(info.mtime * 1e9)))
@@ -215,8 +215,8 @@ class FileCache:
 
     def _read_through(self, info: FileInfo, error: OSError | None) -> Lease:
         """The file where it lies on the volume, when the disk has no room for it."""
-        directory = volume_path.local_dir(self._storage.root)
-        path = volume_path.join(self._storage.root, info.name)
+        directory = volume_path.local_dir(self.storage.root)
+        path = volume_path.join(self.storage.root, info.name)
         if directory is None:
             ours = StorageError(
                 f"The disk of the cache {self._directory} is full ({free_bytes(self._directory)} "

@@ -14,16 +14,19 @@ as the first.
 
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, TypeVar, get_args
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch.utils.data import IterableDataset
 
-from air_lightning.data.ahead import MAX_DEPTH, ReadAhead
+from air_lightning.data.ahead import ReadAhead
 from air_lightning.data.cache import Lease, open_cache
+from air_lightning.data.checks import check_cache_dir, check_options, check_storage_options
 from air_lightning.data.layers import Layer
-from air_lightning.data.listing import compile_pattern, take_listing
+from air_lightning.data.listing import compile_pattern
+from air_lightning.data.manifest import read_manifest
 from air_lightning.data.position import Order, Position, StreamPass, from_state, to_state
+from air_lightning.data.sharing import list_for_node
 from air_lightning.data.stream import (
     Grid,
     Uneven,
@@ -54,12 +57,16 @@ class UCVolumeDataset(IterableDataset[str]):
 
     Args:
         path: ``/Volumes/<catalog>/<schema>/<volume>[/...]`` or an fsspec URL; no local path
-            (``file://`` says it). All files below it are listed here and now, but for dot-files.
+            (``file://`` says it). All files below it are listed here and now, but for dot-files,
+            by one rank of each node.
         cache_dir: A directory on local disk that ranks, epochs and restarts share, each file
-            downloaded once per node. By default a private one, removed with the dataset.
+            downloaded once per node; not one below ``path``. By default a private one, removed with
+            the dataset.
         shuffle: Whether each epoch has an order of its own, a function of seed, epoch and list.
         seed: Seed of the shuffle.
         pattern: Glob on the relative path, as ``"*.png"`` (at any depth) or ``"train/**/*.png"``.
+        manifest: A file that ``write_manifest`` or ``air-lightning manifest`` wrote: its list is
+            taken, and nothing is listed.
         uneven: ``"pad"`` repeats files so that every stream has equally many, ``"drop"`` leaves
             files out, ``"keep"`` does neither: then ranks may differ by a file per worker.
         on_error: ``"skip"`` puts a good file of the same stream in place of a bad one, logs it and
@@ -80,6 +87,7 @@ class UCVolumeDataset(IterableDataset[str]):
         InvalidArgumentError: An argument cannot work; InvalidPathError for the path.
         VolumeNotMountedError: There are no volumes on this machine.
         EmptyVolumeError: There is no file, or none that matches the pattern.
+        ManifestError: The manifest is missing, altered, or of another version.
         StorageError: The path is a file or cannot be listed, or there is no place for a cache.
     """
 
@@ -91,6 +99,7 @@ class UCVolumeDataset(IterableDataset[str]):
         shuffle: bool = False,
         seed: int = 0,
         pattern: str | None = None,
+        manifest: str | os.PathLike[str] | None = None,
         uneven: Uneven = "keep",
         on_error: str = "raise",
         read_ahead: int | None = None,
@@ -98,8 +107,9 @@ class UCVolumeDataset(IterableDataset[str]):
         storage_options: dict[str, Any] | None = None,
     ) -> None:
         self.path = volume_path.normalize(path)
-        _check_options(shuffle, seed, uneven, on_error, read_ahead)
-        _check_storage_options(storage_options)
+        check_options(shuffle, seed, uneven, on_error, read_ahead)
+        check_storage_options(storage_options)
+        check_cache_dir(cache_dir, self.path)
         if pattern is not None:
             compile_pattern(pattern)
         self.seed = seed
@@ -110,7 +120,12 @@ class UCVolumeDataset(IterableDataset[str]):
         storage = open_storage(self.path, storage_options=storage_options)
         self._cache, discard = open_cache(storage, cache_dir, min_free_bytes)
         try:
-            self._files = take_listing(storage, pattern)
+            if manifest is None:
+                self._files = list_for_node(storage, pattern, storage_options)
+            else:
+                self._files = read_manifest(
+                    manifest, self.path, pattern=pattern, storage_options=storage_options
+                )
         except BaseException:
             discard()
             raise
@@ -153,7 +168,7 @@ class UCVolumeDataset(IterableDataset[str]):
         return slice_length(len(self._files), grid, self._order.uneven, before)
 
     def file_list_state(self) -> dict[str, Any]:
-        """What identifies the file list: its length, and a hash of names and sizes."""
+        """What identifies the file list: its length, and a hash of its names."""
         return dict(self._file_list_state)
 
     def order_state(self) -> dict[str, Any]:
@@ -314,7 +329,7 @@ class UCVolumeDataset(IterableDataset[str]):
         ) from error
 
     def _name(self, current: StreamPass, place: int) -> str:
-        return volume_path.join(self.path, self._files[int(current.indices[place])].name)
+        return volume_path.join(self.path, self._files.name(int(current.indices[place])))
 
 
 def _transformed(lease: Lease, transform: Callable[[str], _T]) -> _T:
@@ -330,37 +345,3 @@ def _add_note(error: Exception, note: str) -> None:
     if hasattr(error, "add_note"):
         error.add_note(note)
     _logger.error("%s: %s. %s", type(error).__name__, error, note)
-
-
-def _check_options(
-    shuffle: object,
-    seed: object,
-    uneven: object,
-    on_error: object,
-    read_ahead: object,
-) -> None:
-    choices = {"shuffle": (False, True), "uneven": get_args(Uneven), "on_error": ("raise", "skip")}
-    given = {"shuffle": shuffle, "uneven": uneven, "on_error": on_error}
-    for option, wanted in choices.items():
-        if given[option] not in wanted:
-            names = ", ".join(map(repr, wanted))
-            raise InvalidArgumentError(f"{option}={given[option]!r} was given; wanted: {names}.")
-    if type(seed) is not int:
-        raise InvalidArgumentError(f"seed={seed!r} was given; wanted is an int.")
-    if read_ahead is not None and not (type(read_ahead) is int and 0 <= read_ahead <= MAX_DEPTH):
-        raise InvalidArgumentError(
-            f"read_ahead={read_ahead!r} was given; wanted is a number of files, from 0 for none to "
-            f"{MAX_DEPTH}."
-        )
-
-
-def _check_storage_options(storage_options: object) -> None:
-    if storage_options is not None and not (
-        isinstance(storage_options, Mapping)
-        and all(isinstance(key, str) for key in storage_options)
-    ):
-        # Not its value: it may hold a secret.
-        raise InvalidArgumentError(
-            f"storage_options of type {type(storage_options).__name__} was given; wanted is a dict "
-            'of options of the file system by name, as {"anon": True}.'
-        )

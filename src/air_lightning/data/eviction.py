@@ -113,6 +113,14 @@ def _min_free(directory: str, given: int | None) -> int:
         source, number = f"min_free_bytes={given!r}", given if type(given) is int else -1
     if number < 0:
         raise InvalidArgumentError(f"{source} was given; wanted is a number of bytes, 0 or more.")
+    status = os.statvfs(directory)
+    total = status.f_blocks * status.f_frsize
+    if number >= total:
+        raise InvalidArgumentError(
+            f"{source} was given, and the disk of the cache {directory} has {total} bytes in all, "
+            "so nothing could ever be cached. Ask for less to be kept free (a tenth of the disk is "
+            "the default), or pass a cache_dir= on a larger disk."
+        )
     return number
 
 

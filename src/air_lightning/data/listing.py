@@ -3,75 +3,144 @@
 Names lie one after another in one ``bytes``, with an array of offsets. Forked workers share these
 pages for good; a list of ``str`` would be copied into each of them by its reference counts alone
 (216 MB a worker for two million files).
+
+A listing of a mount does not tell sizes and times. They are asked file by file when a file is about
+to be fetched, and lie in memory that forked workers write together: what one learns, all know.
 """
 
 import hashlib
+import mmap
 import re
 from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 
 from air_lightning.errors import EmptyVolumeError, InvalidArgumentError
-from air_lightning.volumes.base import FileInfo, Storage
+from air_lightning.volumes import path as volume_path
+from air_lightning.volumes.base import UNKNOWN_SIZE, FileInfo, Listing, Storage
+from air_lightning.volumes.transfer import vanished
 
 
 class FileList:
     """Files by number, in the order of their names.
 
     Args:
-        files: The files, sorted as they are to be numbered.
+        names: The relative paths as bytes, in the order in which they are to be numbered.
+        sizes: Bytes of each, ``UNKNOWN_SIZE`` for one that is not known; None if none is.
+        mtimes: The time of each, or None.
     """
 
-    def __init__(self, files: Sequence[FileInfo]) -> None:
-        names = [_encode(info.name) for info in files]
+    def __init__(
+        self,
+        names: Sequence[bytes],
+        sizes: Sequence[int] | npt.NDArray[np.int64] | None = None,
+        mtimes: Sequence[float] | npt.NDArray[np.float64] | None = None,
+    ) -> None:
+        count = len(names)
         self._names = b"".join(names)
-        self._offsets = np.zeros(len(names) + 1, dtype=np.int64)
-        np.cumsum([len(name) for name in names], out=self._offsets[1:])
-        self._sizes = np.array([info.size for info in files], dtype=np.int64)
-        self._mtimes = np.array([info.mtime for info in files], dtype=np.float64)
+        self._offsets = np.zeros(count + 1, dtype=np.int64)
+        np.cumsum(np.fromiter(map(len, names), np.int64, count), out=self._offsets[1:])
+        # Anonymous and shared: a page that a worker writes is not copied, the others see it.
+        memory = mmap.mmap(-1, max(1, 16 * count))
+        self._sizes = np.frombuffer(memory, np.int64, count)
+        self._mtimes = np.frombuffer(memory, np.float64, count, offset=8 * count)
+        self._sizes[:] = UNKNOWN_SIZE if sizes is None else sizes
+        self._mtimes[:] = np.nan if mtimes is None else mtimes
         self.fingerprint = self._fingerprint()
 
     def __len__(self) -> int:
         return len(self._sizes)
 
     def __getitem__(self, index: int) -> FileInfo:
+        size, mtime = int(self._sizes[index]), float(self._mtimes[index])
+        if size == UNKNOWN_SIZE or mtime != mtime:  # noqa: PLR0124 - not a number: not yet written
+            return FileInfo(self.name(index), UNKNOWN_SIZE, 0.0)
+        return FileInfo(self.name(index), size, mtime)
+
+    def __deepcopy__(self, memo: object) -> "FileList":
+        return self  # the same files, whoever knows their sizes first
+
+    def name(self, index: int) -> str:
+        """The relative path of a file."""
         start, end = self._offsets[index], self._offsets[index + 1]
-        name = self._names[start:end].decode("utf-8", "surrogateescape")
-        return FileInfo(name, int(self._sizes[index]), float(self._mtimes[index]))
+        return self._names[start:end].decode("utf-8", "surrogateescape")
+
+    def complete(self, index: int, storage: Storage) -> FileInfo:
+        """A file with its size and time, which are asked for where they are not known yet.
+
+        Raises:
+            FileVanishedError: The file is gone.
+            StorageError: It cannot be asked for, retries included.
+        """
+        info = self[index]
+        if info.size != UNKNOWN_SIZE:
+            return info
+        try:
+            found = storage.stat(info.name)
+        except FileNotFoundError as error:
+            raise vanished(volume_path.join(storage.root, info.name)) from error
+        # The time first: whoever sees the size in another process must not miss it.
+        self._mtimes[index] = found.mtime
+        self._sizes[index] = found.size
+        return found
+
+    def packed(self) -> tuple[bytes, npt.NDArray[np.int64], list[npt.NDArray[np.generic]]]:
+        """The names, their lengths, and sizes and times as they are known now."""
+        return self._names, np.diff(self._offsets), [self._sizes.copy(), self._mtimes.copy()]
 
     def _fingerprint(self) -> str:
-        """Hash of names and sizes. Not of times: a copy of the same files is the same list."""
+        """Hash of the names: sizes may not be known yet, and a copy is the same list."""
         digest = hashlib.blake2b(self._names, digest_size=16)
         digest.update(self._offsets.astype("<i8").tobytes())
-        digest.update(self._sizes.astype("<i8").tobytes())
         return digest.hexdigest()
 
 
-def take_listing(storage: Storage, pattern: str | None) -> FileList:
+def take_listing(storage: Storage, pattern: str | None, *, sizes: bool = False) -> FileList:
     """List a dataset's files.
 
     Args:
         storage: The directory.
         pattern: Glob on the relative path, or None for all files.
+        sizes: Whether sizes and times are wanted at once.
 
     Raises:
         EmptyVolumeError: There is no such directory, no file in it, or none that matches.
     """
+    return select(list_all(storage, sizes=sizes), pattern, storage.root)
+
+
+def list_all(storage: Storage, *, sizes: bool = False) -> Listing:
+    """All files of a directory, with their sizes and times if these are wanted.
+
+    Raises:
+        EmptyVolumeError: There is no such directory.
+    """
     try:
-        files = storage.list_files()
+        return storage.list_files(sizes=sizes)
     except FileNotFoundError as error:
         raise EmptyVolumeError(
             f"{storage.root} does not exist, so there is no file to train on. Check the path "
             "(catalog, schema, volume and directory), and that this user may see it."
         ) from error
-    if pattern is None:
-        kept = files
-    else:
-        matches = compile_pattern(pattern)
-        kept = [info for info in files if matches.fullmatch(info.name)]
-    if not kept:
-        raise _empty(storage.root, pattern, files)
-    return FileList(kept)
+
+
+def select(files: Listing, pattern: str | None, where: str) -> FileList:
+    """The files that match a pattern, packed.
+
+    Raises:
+        EmptyVolumeError: There is none.
+    """
+    kept = files if pattern is None else files.only(_matching(files.names, pattern))
+    if not kept.names:
+        raise _empty(where, pattern, files)
+    return FileList(kept.names, kept.sizes, kept.mtimes)
+
+
+def _matching(names: Sequence[bytes], pattern: str) -> list[int]:
+    matches = compile_pattern(pattern).fullmatch
+    decoded = (name.decode("utf-8", "surrogateescape") for name in names)
+    return [index for index, name in enumerate(decoded) if matches(name)]
 
 
 def compile_pattern(pattern: str) -> re.Pattern[str]:
@@ -120,18 +189,14 @@ def _translate(segment: str) -> str:
     return re.sub(r"\*+|\?|\[!?[^\]/]+\]|.", part, segment, flags=re.DOTALL)
 
 
-def _empty(root: str, pattern: str | None, files: Sequence[FileInfo]) -> EmptyVolumeError:
+def _empty(root: str, pattern: str | None, files: Listing) -> EmptyVolumeError:
     if pattern is None:
         return EmptyVolumeError(
             f"{root} holds no file (pattern=None; dot-files are left out), so there is nothing to "
             "train on. Check the path, and that the files have been written."
         )
-    example = f", e.g. {files[0].name!r}" if files else ""
+    example = next((f", e.g. {info.name!r}" for info in files), "")
     return EmptyVolumeError(
         f"No file below {root} matches pattern={pattern!r}: there are {len(files)} files{example}. "
         "Check the path, and that the pattern is a glob on the relative path."
     )
-
-
-def _encode(name: str) -> bytes:
-    return name.encode("utf-8", "surrogateescape")

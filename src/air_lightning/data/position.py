@@ -204,7 +204,7 @@ def _check_files(
         return
     then, now = _count(taken, "count"), files["count"]
     if then == now:
-        change = f"as many files ({now}), but some were replaced, renamed or changed in size"
+        change = f"as many files ({now}), but some were replaced by others or renamed"
     else:
         more, what = abs(now - then), "added" if now > then else "removed"
         change = f"{then} files then, {now} now: {more} {what} (or more, if some also went or came)"

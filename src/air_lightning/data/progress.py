@@ -229,7 +229,7 @@ def _check_files(state: Mapping[str, Any], identity: Identity) -> None:
     counts = f"{taken.get('count')} files then, {here.get('count')} now"
     raise StateError(
         f"The loader state was taken in the middle of epoch {state['epoch']}, and files were "
-        f"added, removed or altered since ({counts}): positions in the old list mean other files "
+        f"added, removed or renamed since ({counts}): positions in the old list mean other files "
         "in this one. Restore the file list, or begin the next epoch without loading the state "
         f"(set_epoch({state['epoch'] + 1}))."
     )

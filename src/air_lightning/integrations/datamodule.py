@@ -41,6 +41,8 @@ class AirDataModule(LightningDataModule):
             The other stages keep the order of the list.
         seed: Seed of that order and of the workers' random streams.
         pattern: Glob on the path relative to the stage's path, e.g. ``"*.png"``.
+        manifests: By stage, a file that ``air-lightning manifest`` wrote for the stage's path: its
+            list is taken, and nothing is listed.
         num_workers: Worker processes per rank and loader; -1 for DataLoader's own default.
         prefetch_factor: Batches that each worker prepares ahead.
         uneven: What happens when the files do not divide evenly among ranks and workers.
@@ -71,6 +73,7 @@ class AirDataModule(LightningDataModule):
         shuffle: bool = True,
         seed: int = 0,
         pattern: str | None = None,
+        manifests: dict[str, str] | None = None,
         num_workers: int = -1,
         prefetch_factor: int = 4,
         uneven: Uneven | None = None,
@@ -109,6 +112,7 @@ class AirDataModule(LightningDataModule):
         _check("the path of a local directory", "cache_dir", cache_dir, fits=bool(paths_like))
         options_like = storage_options is None or isinstance(storage_options, dict)
         _check("a dict", "storage_options", storage_options, fits=options_like)
+        _check_manifests(manifests, self.paths)
         samples, whole_seed = whole(batch_size), whole(seed)
         if samples is None or samples < 1:
             raise InvalidArgumentError(
@@ -124,6 +128,7 @@ class AirDataModule(LightningDataModule):
         self.elastic = elastic
         self._decode = decode
         self._listed: dict[tuple[Any, ...], UCVolumeDataset] = {}
+        self._manifests = dict(manifests or {})
         self._dataset_options: dict[str, Any] = {
             "pattern": pattern,
             "seed": whole_seed,
@@ -159,7 +164,11 @@ class AirDataModule(LightningDataModule):
         key = (stage, shuffle, uneven)
         if key not in self._listed:
             self._listed[key] = UCVolumeDataset(
-                self.paths[stage], shuffle=shuffle, uneven=uneven, **self._dataset_options
+                self.paths[stage],
+                shuffle=shuffle,
+                uneven=uneven,
+                manifest=self._manifests.get(stage),
+                **self._dataset_options,
             )
         # A copy has a position of its own, and shares list and cache.
         return copy.copy(self._listed[key]).map(self.decode)
@@ -212,6 +221,12 @@ class AirDataModule(LightningDataModule):
 def _check(wanted: str, name: str, value: object, *, fits: bool) -> None:
     if not fits:
         raise InvalidArgumentError(f"{name}={value!r} was given; {wanted} is wanted.")
+
+
+def _check_manifests(manifests: object, paths: dict[str, str]) -> None:
+    fits = manifests is None or (isinstance(manifests, dict) and manifests.keys() <= paths.keys())
+    wanted = f"a dict of paths of manifests by stage, of {sorted(paths)}"
+    _check(wanted, "manifests", manifests, fits=fits)
 
 
 def _check_choices(name: str, value: object, choices: tuple[object, ...]) -> None:

@@ -5,10 +5,13 @@ link here, so that nothing above this layer can come to need one.
 """
 
 import errno
+import os
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import BinaryIO, NamedTuple, Protocol
 
 FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
+UNKNOWN_SIZE = -1
 
 
 class FileInfo(NamedTuple):
@@ -16,13 +19,53 @@ class FileInfo(NamedTuple):
 
     Attributes:
         name: Path relative to the storage's root, with ``/`` between segments.
-        size: Bytes.
+        size: Bytes; ``UNKNOWN_SIZE`` where a listing did not tell.
         mtime: Seconds since the epoch; 0.0 where the store does not say.
     """
 
     name: str
     size: int
     mtime: float
+
+
+class Listing:
+    """What was listed: names by their bytes, sorted, and sizes and times where these came too.
+
+    Not a FileInfo per file, which for a million files would be most of the memory; iterating
+    makes them.
+
+    Args:
+        names: Relative paths, as the system's bytes.
+        sizes: Bytes of each, or None where they are not known.
+        mtimes: The time of each, or None.
+    """
+
+    def __init__(
+        self,
+        names: Sequence[bytes],
+        sizes: Sequence[int] | None = None,
+        mtimes: Sequence[float] | None = None,
+    ) -> None:
+        self.names = names
+        self.sizes = sizes
+        self.mtimes = mtimes
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def __iter__(self) -> Iterator[FileInfo]:
+        for index, name in enumerate(self.names):
+            size = UNKNOWN_SIZE if self.sizes is None else self.sizes[index]
+            mtime = 0.0 if self.mtimes is None else self.mtimes[index]
+            yield FileInfo(os.fsdecode(name), size, mtime)
+
+    def only(self, wanted: Sequence[int]) -> "Listing":
+        """The files of these numbers."""
+        return Listing(
+            [self.names[index] for index in wanted],
+            None if self.sizes is None else [self.sizes[index] for index in wanted],
+            None if self.mtimes is None else [self.mtimes[index] for index in wanted],
+        )
 
 
 class Entry(NamedTuple):
@@ -43,8 +86,13 @@ class Storage(Protocol):
     def root(self) -> str:
         """The normalized path, as users see it."""
 
-    def list_files(self) -> list[FileInfo]:
-        """All files below the root, recursively, without dot-files, sorted by name."""
+    def list_files(self, *, sizes: bool = False) -> Listing:
+        """All files below the root, recursively, without dot-files, sorted by their names' bytes.
+
+        Args:
+            sizes: Whether sizes and times are wanted in any case. On a mount they cost a round trip
+                per file; without, there are none. Object stores give them for nothing.
+        """
 
     def list_dir(self, name: str = "") -> list[Entry]:
         """One level, dot-files included, sorted; FileNotFoundError for a missing directory."""

@@ -11,16 +11,16 @@ import logging
 import os
 import secrets
 import shutil
-import stat as stat_module
 from collections.abc import Callable, Iterator
 from typing import Any, BinaryIO, TypeVar
 
 from air_lightning.errors import StorageError
 from air_lightning.volumes import path as volume_path
-from air_lightning.volumes.base import Entry, FileInfo
+from air_lightning.volumes.base import Entry, FileInfo, Listing
 from air_lightning.volumes.mount import MountGuard
 from air_lightning.volumes.reader import RetryingReader
 from air_lightning.volumes.retry import Retry, is_kept, translate
+from air_lightning.volumes.statx import size_and_mtime
 from air_lightning.volumes.transfer import Download, State
 from air_lightning.volumes.walk import Walk, is_circular
 
@@ -50,11 +50,12 @@ class LocalStorage:
         self._guard = MountGuard(directory)
         self._times_differ = False
 
-    def list_files(self) -> list[FileInfo]:
+    def list_files(self, *, sizes: bool = False) -> Listing:
         """See :class:`~air_lightning.volumes.base.Storage`."""
-        self._require_directory()
-        files = Walk(self._call).run(self._directory)
-        return sorted(files, key=lambda info: os.fsencode(info.name))
+        try:
+            return Walk(self._call, self.root, sizes=sizes).run(self._directory)
+        except NotADirectoryError as error:
+            raise not_a_directory(self.root) from error
 
     def list_dir(self, name: str = "") -> list[Entry]:
         """See :class:`~air_lightning.volumes.base.Storage`."""
@@ -164,11 +165,6 @@ class LocalStorage:
     def _local(self, name: str) -> str:
         return f"{self._directory}/{name}" if name else self._directory
 
-    def _require_directory(self) -> None:
-        mode = self._call("list", "", lambda: os.stat(self._directory)).st_mode
-        if not stat_module.S_ISDIR(mode):
-            raise not_a_directory(self.root)
-
     def _create(self, temporary: str, name: str, mode: str = "xb") -> "_NamedFile":
         try:
             return _NamedFile(temporary, mode, self._visible(name))
@@ -237,8 +233,7 @@ class _Stream:
         return self._buffer[:count]
 
     def state(self) -> State:
-        found = os.fstat(self._descriptor)
-        return State(found.st_size, found.st_mtime)
+        return State(*size_and_mtime(self._descriptor))
 
     def close(self) -> None:
         with contextlib.suppress(OSError):  # a mount that died cannot be told either

@@ -19,7 +19,7 @@ import fsspec.asyn
 
 from air_lightning.errors import InvalidPathError, StorageError
 from air_lightning.volumes import path as volume_path
-from air_lightning.volumes.base import Entry, FileInfo
+from air_lightning.volumes.base import UNKNOWN_SIZE, Entry, FileInfo, Listing
 from air_lightning.volumes.local import not_a_directory
 from air_lightning.volumes.reader import RetryingReader
 from air_lightning.volumes.retry import Retry
@@ -69,17 +69,25 @@ class FsspecStorage:
             self._fs_of = (os.getpid(), _open_fs(self.root, self._options))
         return self._fs_of[1]
 
-    def list_files(self) -> list[FileInfo]:
-        """See :class:`~air_lightning.volumes.base.Storage`."""
+    def list_files(self, *, sizes: bool = False) -> Listing:  # noqa: ARG002 - it always has them
+        """See :class:`~air_lightning.volumes.base.Storage`; the client bounds the time."""
         found = self._call("list", "", lambda: self._fresh().find(self._base, detail=True))
         if not found and not self.exists(""):
             raise FileNotFoundError(f"{self.root} does not exist")
         listed = {path: info for path, info in found.items() if not _is_marker(path, info)}
         if list(listed) == [self._base]:
             raise not_a_directory(self.root)
-        files = [self._info(path, info) for path, info in listed.items()]
-        kept = [info for info in files if not _is_hidden(info.name)]
-        return sorted(kept, key=lambda info: os.fsencode(info.name))
+        files = (self._info(path, info) for path, info in listed.items())
+        kept = sorted(
+            (os.fsencode(info.name), info.size, info.mtime)
+            for info in files
+            if not _is_hidden(info.name)
+        )
+        return Listing(
+            [name for name, _, _ in kept],
+            [size for _, size, _ in kept],
+            [mtime for _, _, mtime in kept],
+        )
 
     def list_dir(self, name: str = "") -> list[Entry]:
         """See :class:`~air_lightning.volumes.base.Storage`."""
@@ -201,8 +209,8 @@ class FsspecStorage:
         return self._fs
 
     def _info(self, path: str, info: Mapping[str, Any]) -> FileInfo:
-        name = path[len(self._base) :].lstrip("/")
-        return FileInfo(name, _size(info), _mtime(info))
+        name, size = path[len(self._base) :].lstrip("/"), info.get("size")
+        return FileInfo(name, UNKNOWN_SIZE if size is None else int(size), _mtime(info))
 
     def _upload(self, name: str, spool: BinaryIO) -> None:
         spool.seek(0)
