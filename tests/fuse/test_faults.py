@@ -251,6 +251,19 @@ def test_downloads_are_right_whatever_the_size_and_the_short_reads(
         assert mount.faults() == (3 if size else 0)
 
 
+def test_zeros_that_the_kernel_puts_in_place_of_a_short_read_are_not_delivered(source, tmp_path):
+    """While one stream is cut short, another one's question makes its page look like the file's."""
+    wanted = content(7, 0, 9_000_000)
+    (source / "00007.bin").write_bytes(wanted)
+    with slow_mount(source) as mount:
+        storage = open_storage(f"file://{mount}")
+        for _ in range(20):
+            mount.shorten(name="00007", times=3)
+            storage.download(storage.stat("00007.bin"), str(tmp_path / "copy"))
+            assert (tmp_path / "copy").read_bytes() == wanted
+            mount.heal()
+
+
 def test_short_reads_that_last_are_an_error_that_names_them(source, tmp_path):
     """A size that handles confirm and reads deny is no change of the file."""
     with slow_mount(source) as mount:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from air_lightning.errors import FileChangedError, StorageError
 from air_lightning.volumes.base import FileInfo
 from air_lightning.volumes.retry import Retry
+from air_lightning.volumes.storage import open_storage
 from air_lightning.volumes.streams import Team, cut
 from air_lightning.volumes.transfer import Download, State
 
@@ -106,6 +107,15 @@ def test_a_download_is_one_version_of_the_listed_size_or_an_error(tmp_path_facto
             assert target.read_bytes() in [v for v in file.versions if len(v) == SIZE]
 
     check()
+
+
+@pytest.mark.parametrize("size", [8 << 20, 9_000_001])
+def test_a_large_file_of_zeros_is_a_file_like_any_other(tmp_path, size):
+    """Zeros are read once more, and then believed."""
+    (tmp_path / "zeros").write_bytes(bytes(size))
+    storage = open_storage(f"file://{tmp_path}")
+    assert storage.download(storage.stat("zeros"), str(tmp_path / "copy")) == size
+    assert (tmp_path / "copy").read_bytes() == bytes(size)
 
 
 @given(st.integers(0, 1 << 40), st.integers(1, 1 << 24))
