@@ -16,6 +16,7 @@ from concurrent.futures import Future
 from typing import NamedTuple
 
 from air_lightning.data.cache import FileCache, Lease, lease_if_whole
+from air_lightning.data.counters import bound
 from air_lightning.data.listing import FileList
 from air_lightning.volumes.base import FileInfo
 
@@ -115,7 +116,7 @@ class ReadAhead:
 
 
 def _fetcher(cache: FileCache, info: FileInfo, place: str) -> Callable[[], Lease]:
-    return lambda: cache.fetch(info, place)
+    return bound(lambda: cache.fetch(info, place))
 
 
 def _abandon(future: "Future[Lease]") -> None:

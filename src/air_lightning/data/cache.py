@@ -26,6 +26,7 @@ import weakref
 from collections.abc import Callable
 from typing import NoReturn
 
+from air_lightning.data.counters import CACHE_HITS, READS_THROUGH, count, downloading
 from air_lightning.data.eviction import Evictor, free_bytes
 from air_lightning.data.scratch import private_directory, shared_directory
 from air_lightning.errors import FileVanishedError, StorageError
@@ -181,7 +182,8 @@ class FileCache:
 
     def _fill(self, info: FileInfo, place: str, part: str, descriptor: int) -> Lease:
         self._evictor.make_room(info.size)
-        self._storage.download(info, part)
+        with downloading(info.size):
+            self._storage.download(info, part)
         _publish(part, place)
         # To the nanosecond: the kernel's own times are too coarse to tell which came first.
         now = time.time_ns()
@@ -201,6 +203,7 @@ class FileCache:
             )
             ours.errno = errno.ENOSPC if error is None else error.errno
             raise ours from error
+        count(READS_THROUGH)
         _logger.log(
             logging.DEBUG if self._told_full else logging.WARNING,
             "The disk of the cache %s has no room for %s (%d bytes), whatever is evicted: reading "
@@ -239,6 +242,7 @@ def lease_if_whole(place: str, size: int) -> Lease | None:
         fcntl.flock(descriptor, fcntl.LOCK_SH)
         status = os.fstat(descriptor)
         if status.st_nlink and status.st_size == size:
+            count(CACHE_HITS)
             return Lease(place, descriptor)
     except BaseException:
         os.close(descriptor)

@@ -12,6 +12,7 @@ The count is of files delivered in the epoch, not since the last resume: a secon
 as the first.
 """
 
+import functools
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -21,6 +22,7 @@ from torch.utils.data import IterableDataset
 
 from air_lightning.data.ahead import MAX_DEPTH, ReadAhead
 from air_lightning.data.cache import Lease, open_cache
+from air_lightning.data.counters import FILES_SKIPPED, RETRIES, count
 from air_lightning.data.listing import compile_pattern, take_listing
 from air_lightning.data.position import Order, Position, from_state, to_state
 from air_lightning.data.stream import (
@@ -35,7 +37,7 @@ from air_lightning.data.stream import (
 from air_lightning.data.substitutes import substitutes
 from air_lightning.errors import EmptyVolumeError, InvalidArgumentError, StorageError
 from air_lightning.volumes import path as volume_path
-from air_lightning.volumes.storage import open_storage
+from air_lightning.volumes.storage import Retry, open_storage
 
 if TYPE_CHECKING:
     from air_lightning.data.mapped import MappedDataset
@@ -102,7 +104,8 @@ class UCVolumeDataset(IterableDataset[str]):
         self._order = Order(shuffle, seed, uneven)
         self._on_error = on_error
         self._read_ahead = read_ahead
-        storage = open_storage(self.path, storage_options=storage_options)
+        retry = Retry(on_retry=functools.partial(count, RETRIES))
+        storage = open_storage(self.path, storage_options=storage_options, retry=retry)
         self._cache, discard = open_cache(storage, cache_dir, min_free_bytes)
         try:
             self._files = take_listing(storage, pattern)
@@ -266,6 +269,7 @@ class UCVolumeDataset(IterableDataset[str]):
             else:
                 current.good = other
                 self.skipped += 1
+                count(FILES_SKIPPED)
                 _logger.warning(
                     "Skipped the bad file %s (%s: %s) and took %s in its place; %d skipped so far",
                     *(bad, type(error).__name__, error, self._name(current, other), self.skipped),

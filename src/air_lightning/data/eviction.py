@@ -12,6 +12,7 @@ import re
 from collections import deque
 from collections.abc import Iterator
 
+from air_lightning.data.counters import EVICTIONS, count
 from air_lightning.errors import InvalidArgumentError
 
 MIN_FREE_VARIABLE = "SGC_FSLAYER_MIN_FREE_DISK_BYTES"
@@ -84,6 +85,7 @@ class Evictor:
             while self._candidates:
                 evicted = _evict(f"{self._directory}/{self._candidates.popleft()}")
                 if evicted is not None:
+                    count(EVICTIONS)
                     return evicted
             # Oldest first. What came since the last look is younger than all that is left of it.
             self._candidates.extend(_by_age(self._directory))

@@ -25,6 +25,7 @@ import torch.utils.data
 from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
 from typing_extensions import override
 
+from air_lightning.data.counters import Counters, rank_totals
 from air_lightning.data.options import (
     PREFETCH_FACTOR,
     resolve_context,
@@ -44,7 +45,7 @@ T_co = TypeVar("T_co", covariant=True)
 HISTORY = 8
 """How many batches back ``state_dict(batches_ago=...)`` reaches."""
 
-_NOT_COPIED = ("_iterator", "_side", "pass_token")
+_NOT_COPIED = ("_iterator", "_side", "_counters", "pass_token")
 
 
 class DataLoader(torch.utils.data.DataLoader[T_co]):
@@ -134,17 +135,21 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         self._files: Mapping[str, Any] | None = None
         self._side: WorkerSide | None = None
         self.pass_token: object = None
-        self._timer = WaitTimer()
+        self._timer = WaitTimer(totals=rank_totals)
+        self._counters: Counters | None = None
 
     @override
     def __iter__(self) -> Any:
+        self._timer.begin_pass()
         iterator = Pass(self) if self._checkpointable else super().__iter__()
-        return TimedIterator(iterator, self._timer)
+        row = self._counting().row(0) if self.num_workers == 0 else None
+        return TimedIterator(iterator, self._timer, row)
 
     @override
     def _get_iterator(self) -> Any:
+        view = self._view(worker_init_fn=self._counting().starting(self.worker_init_fn))
         with sending_paused(when=self.num_workers > 0):
-            return super()._get_iterator()
+            return super(DataLoader, view)._get_iterator()
 
     @override
     def __len__(self) -> int:
@@ -215,7 +220,11 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         # Without workers the dataset is as alive as a live worker's, unless a state was loaded.
         tell = self.num_workers > 0 or position.loaded is not None
         self._side.equip(self.collate_fn, self.worker_init_fn, position.known if tell else {})
-        view = self._view(self._side, seed)
+        side, init = self._side, self._counting().starting(self._side.init)
+        view = self._view(dataset=side, collate_fn=side.collate, worker_init_fn=init)
+        if self.generator is None:
+            # Otherwise each iter() draws from the global generator that dropout draws from.
+            view.generator = torch.Generator().manual_seed(seed & (2**63 - 1))
         if self.num_workers == 0:
             return _SingleProcessDataLoaderIter(view)
         self.check_worker_number_rationality()
@@ -223,14 +232,25 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             self._iterator = RoundRobinIter(view, position.next_worker)
         return self._iterator
 
-    def _view(self, side: WorkerSide, seed: int) -> "DataLoader[Any]":
+    def _view(self, **attributes: Any) -> "DataLoader[Any]":
         """This loader as torch's iterator shall see it."""
         view = copy.copy(self)
-        view.__dict__.update(dataset=side, collate_fn=side.collate, worker_init_fn=side.init)
-        if self.generator is None:
-            # Otherwise each iter() draws from the global generator that dropout draws from.
-            view.generator = torch.Generator().manual_seed(seed & (2**63 - 1))
+        view.__dict__.update(attributes)
         return view
+
+    def _counting(self) -> Counters:
+        if self._counters is None:
+            self._counters = Counters(max(1, self.num_workers))
+        return self._counters
+
+    def statistics(self) -> dict[str, float]:
+        """What this rank's workers did since the loader was made, by name.
+
+        ``files_downloaded``, ``bytes_downloaded`` and ``download_s`` (of all threads together),
+        ``cache_hits``, ``evictions``, ``retries`` of failed requests, ``files_skipped`` (bad ones,
+        replaced) and ``reads_through`` (files too large for the disk, read where they lie).
+        """
+        return self._counting().totals()
 
     def _pool_alive(self) -> bool:
         pool: Any = self._iterator

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 from typing_extensions import override
 
+from air_lightning.data.counters import counting_into
 from air_lightning.data.progress import Position
 from air_lightning.data.timing import WaitTimer
 from air_lightning.data.worker import Delivered, borrowed_generators
@@ -97,11 +98,20 @@ class Pass:
 
 
 class TimedIterator:
-    """Counts the time that each ``next()`` takes."""
+    """Counts the time that each ``next()`` takes, and what it does.
 
-    def __init__(self, iterator: Iterator[Any], timer: WaitTimer) -> None:
+    Args:
+        iterator: Of the batches.
+        timer: Of the loader.
+        row: Where to count what the calling thread itself does, if it makes the items.
+    """
+
+    def __init__(
+        self, iterator: Iterator[Any], timer: WaitTimer, row: memoryview | None = None
+    ) -> None:
         self._iterator = iterator
         self._timer = timer
+        self._row = row
 
     def __iter__(self) -> "TimedIterator":
         return self
@@ -109,7 +119,8 @@ class TimedIterator:
     def __next__(self) -> Any:
         began = time.perf_counter()
         try:
-            batch = next(self._iterator)
+            with counting_into(self._row):
+                batch = next(self._iterator)
         except StopIteration:
             self._timer.end_pass()
             raise

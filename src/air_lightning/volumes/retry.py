@@ -56,11 +56,13 @@ class Retry:
         budget_s: Seconds from the first failure after which the error is final.
         first_delay_s: Upper bound of the first delay.
         max_delay_s: Upper bound of any delay.
+        on_retry: Called before each attempt but the first.
     """
 
     budget_s: float = 60.0
     first_delay_s: float = 0.1
     max_delay_s: float = 8.0
+    on_retry: Callable[[], None] | None = None
 
     def call(self, operation: str, path: str, action: Callable[[], _T]) -> _T:
         """Call ``action`` until it succeeds, fails for good, or the time is up.
@@ -83,6 +85,8 @@ class Retry:
                 failed_at.append(time.monotonic())
                 delay = self._delay_after(operation, path, error, failed_at)
             time.sleep(delay)
+            if self.on_retry is not None:
+                self.on_retry()
 
     def _delay_after(
         self, operation: str, path: str, error: Exception, failed_at: list[float]
