@@ -101,6 +101,7 @@ class UCVolumeDataset(IterableDataset[str]):
             compile_pattern(pattern)
         self.seed = seed
         self.skipped = 0
+        self._pattern = pattern
         self._order = Order(shuffle, seed, uneven)
         self._on_error = on_error
         self._read_ahead = read_ahead
@@ -148,6 +149,11 @@ class UCVolumeDataset(IterableDataset[str]):
     def file_list_state(self) -> dict[str, Any]:
         """What identifies the file list: its length, and a hash of names and sizes."""
         return dict(self._file_list_state)
+
+    def identity(self) -> dict[str, Any]:
+        """What all ranks must agree on: path, pattern, order and file list."""
+        files = {"files": len(self._files), "fingerprint": self._files.fingerprint}
+        return {"path": self.path, "pattern": self._pattern, **self._order._asdict(), **files}
 
     def state_dict(self) -> dict[str, Any]:
         """Where the calling process's stream stands, as a dict of plain JSON types."""

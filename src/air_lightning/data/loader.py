@@ -25,6 +25,7 @@ import torch.utils.data
 from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
 from typing_extensions import override
 
+from air_lightning.data.agreement import Agreement, agree
 from air_lightning.data.counters import Counters, rank_totals
 from air_lightning.data.options import (
     PREFETCH_FACTOR,
@@ -45,7 +46,7 @@ T_co = TypeVar("T_co", covariant=True)
 HISTORY = 8
 """How many batches back ``state_dict(batches_ago=...)`` reaches."""
 
-_NOT_COPIED = ("_iterator", "_side", "_counters", "pass_token")
+_NOT_COPIED = ("_iterator", "_side", "_counters", "_agreed", "pass_token")
 
 
 class DataLoader(torch.utils.data.DataLoader[T_co]):
@@ -78,6 +79,10 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
     Nothing needs to be stored to go on exactly. Without workers the training process's
     generators are put back after each batch. A ``worker_init_fn`` runs as in torch's; seeds that
     it sets hold until the first batch.
+
+    Attributes:
+        equal_batches: Whether it is an error, and not only a warning, that other ranks have more or
+            fewer batches, as for a training loop in which every step waits for all ranks.
 
     Raises:
         InvalidArgumentError: ``num_workers`` or ``prefetch_factor`` is out of range, or a start
@@ -137,19 +142,35 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         self.pass_token: object = None
         self._timer = WaitTimer(totals=rank_totals)
         self._counters: Counters | None = None
+        self._agreed = False
+        self.equal_batches = False
 
     @override
     def __iter__(self) -> Any:
         self._timer.begin_pass()
         iterator = Pass(self) if self._checkpointable else super().__iter__()
         row = self._counting().row(0) if self.num_workers == 0 else None
-        return TimedIterator(iterator, self._timer, row)
+        return TimedIterator(iterator, self._timer, row, self._agree())
 
     @override
     def _get_iterator(self) -> Any:
         view = self._view(worker_init_fn=self._counting().starting(self.worker_init_fn))
         with sending_paused(when=self.num_workers > 0):
             return super(DataLoader, view)._get_iterator()
+
+    def _agree(self) -> Agreement | None:
+        """Begin to agree with the other ranks, where they could differ since the last time."""
+        position = self._history[-1]
+        if self._agreed and position.loaded is None:
+            return None
+        self._agreed = True
+        return agree(
+            self.dataset,
+            num_workers=self.num_workers,
+            epoch=position.epoch if self._checkpointable else epoch_of(self.dataset),
+            batches=self._batches_left(position) if self._has_lengths else None,
+            strict=self.equal_batches,
+        )
 
     @override
     def __len__(self) -> int:
@@ -160,7 +181,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         Raises:
             TypeError: The dataset has no length.
         """
-        if hasattr(self.dataset, "slice_length"):
+        if self._has_lengths:
             return self._batches_left(Position(0))
         return super().__len__()
 
@@ -264,7 +285,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
 
     def batches_at_end(self, position: Position) -> int | None:
         """``position.batches`` at the end of its epoch; None for a dataset of unknown length."""
-        if not hasattr(self.dataset, "slice_length"):
+        if not self._has_lengths:
             return None
         return position.batches + self._batches_left(position)
 
@@ -349,6 +370,10 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         rank, world_size = current_rank()
         grid = (rank, world_size, self.num_workers)
         return Identity(*grid, self.batch_size, self._files, not self._carries)
+
+    @property
+    def _has_lengths(self) -> bool:
+        return hasattr(self.dataset, "slice_length")
 
     @property
     def _checkpointable(self) -> bool:

@@ -178,7 +178,10 @@ class AirDataModule(LightningDataModule):
     @override
     def train_dataloader(self) -> Any:
         """The loader of the training files."""
-        return self._loader(self.train_dataset(), drop_last=self.drop_last)
+        loader = self._loader(self.train_dataset(), drop_last=self.drop_last)
+        # Otherwise a rank that runs out of batches leaves the others in a step without end.
+        loader.equal_batches = True
+        return loader
 
     @override
     def val_dataloader(self) -> Any:
