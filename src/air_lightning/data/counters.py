@@ -51,6 +51,12 @@ NAMES = (
 _ROW_BYTES = 8 * len(NAMES)
 
 
+class _Thread(threading.local):
+    """For whom a thread counts; None: for its process."""
+
+    row: _Row | None = None
+
+
 class Counters:
     """The rows of one loader's workers.
 
@@ -79,7 +85,7 @@ class Counters:
 
 def count(name: int, number: int = 1) -> None:
     """Add to one of this process's counts, e.g. ``count(CACHE_HITS)``."""
-    row = getattr(_thread, "row", None) or _process_row
+    row = _thread.row or _process_row
     with _lock:
         row[name] += number
 
@@ -100,7 +106,7 @@ def counting_into(row: _Row | None) -> Iterator[None]:
     if row is None:
         yield
         return
-    before = getattr(_thread, "row", None)
+    before = _thread.row
     _thread.row = row
     try:
         yield
@@ -110,7 +116,7 @@ def counting_into(row: _Row | None) -> Iterator[None]:
 
 def bound(action: Callable[[], _T]) -> Callable[[], _T]:
     """An action for another thread, that counts there for whom the calling thread counts."""
-    row = getattr(_thread, "row", None)
+    row = _thread.row
     return action if row is None else functools.partial(_run, row, action)
 
 
@@ -159,7 +165,7 @@ def _begin_process() -> None:
     # A fork may copy the lock while another thread holds it: it would stay locked for ever.
     _lock = threading.Lock()
     _process_row = _own_row()
-    _thread = threading.local()
+    _thread = _Thread()
     _retired = [0] * len(NAMES)
     _live.clear()
 
@@ -167,7 +173,7 @@ def _begin_process() -> None:
 _live: "weakref.WeakSet[Counters]" = weakref.WeakSet()
 _lock: threading.Lock
 _process_row: _Row
-_thread: threading.local
+_thread: _Thread
 _retired: list[int]
 _begin_process()
 os.register_at_fork(after_in_child=_begin_process)
