@@ -71,7 +71,8 @@ class UCVolumeDataset(IterableDataset[str]):
     Attributes:
         path: The normalized path.
         seed: As given.
-        skipped: Bad files replaced so far by this process's stream.
+        skipped: Bad files replaced so far by this process's stream; those of a loader's workers are
+            in ``DataLoader.statistics()``.
 
     Raises:
         InvalidArgumentError: An argument cannot work; InvalidPathError for the path.
