@@ -171,6 +171,19 @@ def test_states_of_different_epochs_are_an_error_on_all(ranks):
         assert "checkpoint" in told
 
 
+def test_ranks_that_try_again_are_told_again(ranks):
+    """Catching the error does not turn the check off: the next pass is refused, too."""
+
+    def work(rank, volume):
+        loader = loader_of(volume, seed=rank)
+        for _ in range(2):
+            with pytest.raises(RankMismatchError, match="seed=0 on rank 0, 1 on rank 1"):
+                list(loader)
+        return loader.state_dict()["batches"]
+
+    assert ranks(work) == [0, 0]
+
+
 def test_uneven_batches_are_a_warning_for_a_loader(ranks):
     """Streams of other lengths, as for inference: a warning that names uneven="pad"."""
 

@@ -26,7 +26,9 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch.distributed
+from torch.utils.data import Dataset
 
+from air_lightning.data.dataset import UCVolumeDataset
 from air_lightning.data.stream import current_rank
 from air_lightning.errors import RankMismatchError
 
@@ -56,7 +58,7 @@ def agree(
     """Publish what this rank is about to read; None where there is nothing to agree on.
 
     Args:
-        dataset: The loader's dataset; it, or what it wraps, tells by ``identity()``.
+        dataset: The loader's dataset, which is or holds some of files.
         num_workers: Of the loader.
         epoch: Of the pass.
         batches: How many this pass has; None where that is not known.
@@ -86,6 +88,7 @@ class Agreement:
 
     Attributes:
         settled: Whether there is nothing left to check.
+        refused: Whether the ranks did not agree.
     """
 
     def __init__(
@@ -96,7 +99,7 @@ class Agreement:
         self._batches = batches
         self._strict = strict
         self._next_look: float | None = None
-        self.settled = False
+        self.settled = self.refused = False
 
     def publish(self) -> bool:
         """Publish this rank's record; whether the store took it."""
@@ -125,6 +128,7 @@ class Agreement:
             self._give_up(error)
             return
         if not same_order:
+            self.refused = True
             raise RankMismatchError(_difference(records))
         if not same_batches:
             self._tell_uneven(records)
@@ -151,6 +155,7 @@ class Agreement:
             'runs out. Use uneven="pad" (or "drop") and the same batch_size= on all ranks.'
         )
         if self._strict:
+            self.refused = True
             raise RankMismatchError(message)
         warnings.warn(message, stacklevel=4)
 
@@ -217,12 +222,12 @@ def _default_store() -> Any:
         return None
 
 
-def _sources(dataset: Any) -> list[dict[str, Any]]:
-    """The identities of a dataset, or of those that a dataset of the user's own wraps."""
-    candidates = [dataset] if hasattr(dataset, "identity") else getattr(dataset, "__dict__", {})
-    values = candidates.values() if isinstance(candidates, dict) else candidates
-    found = [value.identity() for value in values if hasattr(value, "identity")]
-    return [source for source in found if isinstance(source, dict) and "fingerprint" in source]
+def _sources(dataset: Any, depth: int = 3) -> list[dict[str, Any]]:
+    """The identities of the datasets of files that a dataset is, or holds."""
+    if isinstance(dataset, UCVolumeDataset):
+        return [dataset.identity()]
+    held = vars(dataset).values() if depth and isinstance(dataset, Dataset) else ()
+    return [source for value in held for source in _sources(value, depth - 1)]
 
 
 def _hash(value: Any) -> str:

@@ -46,7 +46,7 @@ T_co = TypeVar("T_co", covariant=True)
 HISTORY = 8
 """How many batches back ``state_dict(batches_ago=...)`` reaches."""
 
-_NOT_COPIED = ("_iterator", "_side", "_counters", "_agreed", "pass_token")
+_NOT_COPIED = ("_iterator", "_side", "_counters", "_agreement", "pass_token")
 
 
 class DataLoader(torch.utils.data.DataLoader[T_co]):
@@ -142,7 +142,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         self.pass_token: object = None
         self._timer = WaitTimer(totals=rank_totals)
         self._counters: Counters | None = None
-        self._agreed = False
+        self._agreement: Agreement | None = None
         self.equal_batches = False
 
     @override
@@ -159,18 +159,17 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             return super(DataLoader, view)._get_iterator()
 
     def _agree(self) -> Agreement | None:
-        """Begin to agree with the other ranks, where they could differ since the last time."""
-        position = self._history[-1]
-        if self._agreed and position.loaded is None:
-            return None
-        self._agreed = True
-        return agree(
-            self.dataset,
-            num_workers=self.num_workers,
-            epoch=position.epoch if self._checkpointable else epoch_of(self.dataset),
-            batches=self._batches_left(position) if self._has_lengths else None,
-            strict=self.equal_batches,
-        )
+        """The agreement with the other ranks; a new one where they could differ since the last."""
+        position, reached = self._history[-1], self._agreement
+        if reached is None or reached.refused or position.loaded is not None:
+            self._agreement = agree(
+                self.dataset,
+                num_workers=self.num_workers,
+                epoch=position.epoch if self._checkpointable else epoch_of(self.dataset),
+                batches=self._batches_left(position) if self._has_lengths else None,
+                strict=self.equal_batches,
+            )
+        return self._agreement
 
     @override
     def __len__(self) -> int:

@@ -60,10 +60,6 @@ class MappedDataset(IterableDataset[_T], Generic[_T]):
         """What identifies the file list."""
         return self.source.file_list_state()
 
-    def identity(self) -> dict[str, Any]:
-        """What all ranks must agree on."""
-        return self.source.identity()
-
     def state_dict(self) -> dict[str, Any]:
         """Where the calling process's stream stands."""
         return self.source.state_dict()
