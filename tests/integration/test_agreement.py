@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from torch.utils.data import IterableDataset
+from training import Run, train
 
 from air_lightning import AirDataModule, DataLoader, RankMismatchError, UCVolumeDataset
 from air_lightning.data import agreement
@@ -218,6 +219,32 @@ def test_uneven_batches_are_an_error_for_the_training_loader(ranks):
     for told in ranks(work, world_size=3):
         assert "4 on ranks 0-1, 2 on rank 2" in told
         assert 'uneven="pad"' in told
+
+
+def train_on_own_files(root: str, run: Run) -> None:
+    """A Trainer run that sees a volume of its own for each rank."""
+    os.environ["AIR_VOLUMES_ROOT"] = f"{root}/{os.environ['RANK']}"
+    train(run)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_trainer_on_ranks_with_other_files_ends_with_the_error(tmp_path, num_workers):
+    """Under DDP every rank ends with the error, before the first step, and none hangs."""
+    for rank, files in enumerate((8, 9)):
+        folder = tmp_path / str(rank) / "main/default/data"
+        folder.mkdir(parents=True)
+        for number in range(files):
+            (folder / f"{number:03}.txt").write_text(str(number))
+    run = Run("/Volumes/main/default/data", str(tmp_path / "run"), 2, num_workers)
+    log = tmp_path / "log"
+    statuses = run_ranks(
+        train_on_own_files, str(tmp_path), run, world_size=2, timeout_s=60, log=log
+    )
+    assert statuses == [1, 1]
+    told = [line for line in log.read_text().splitlines() if "RankMismatchError: " in line]
+    assert len(told) >= 2
+    assert all("files=8 on rank 0, 9 on rank 1" in line for line in told)
+    assert not list(Path(run.directory).glob("diary-*"))
 
 
 def test_a_rank_alone_waits_once_and_goes_on(ranks):

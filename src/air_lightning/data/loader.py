@@ -25,8 +25,8 @@ import torch.utils.data
 from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
 from typing_extensions import override
 
-from air_lightning.data.agreement import Agreement, agree
-from air_lightning.data.counters import Counters, rank_totals
+from air_lightning.data.counters import rank_totals
+from air_lightning.data.observed import Observed
 from air_lightning.data.options import (
     PREFETCH_FACTOR,
     resolve_context,
@@ -49,7 +49,7 @@ HISTORY = 8
 _NOT_COPIED = ("_iterator", "_side", "_counters", "_agreement", "pass_token")
 
 
-class DataLoader(torch.utils.data.DataLoader[T_co]):
+class DataLoader(Observed, torch.utils.data.DataLoader[T_co]):
     """torch's DataLoader with defaults for volumes, exact length, and a state that resumes exactly.
 
     With a :class:`Checkpointable` iterable dataset (``UCVolumeDataset``, or any that has
@@ -79,10 +79,6 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
     Nothing needs to be stored to go on exactly. Without workers the training process's
     generators are put back after each batch. A ``worker_init_fn`` runs as in torch's; seeds that
     it sets hold until the first batch.
-
-    Attributes:
-        equal_batches: Whether it is an error, and not only a warning, that other ranks have more or
-            fewer batches, as for a training loop in which every step waits for all ranks.
 
     Raises:
         InvalidArgumentError: ``num_workers`` or ``prefetch_factor`` is out of range, or a start
@@ -141,35 +137,19 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         self._side: WorkerSide | None = None
         self.pass_token: object = None
         self._timer = WaitTimer(totals=rank_totals)
-        self._counters: Counters | None = None
-        self._agreement: Agreement | None = None
-        self.equal_batches = False
 
     @override
     def __iter__(self) -> Any:
         self._timer.begin_pass()
         iterator = Pass(self) if self._checkpointable else super().__iter__()
-        row = self._counting().row(0) if self.num_workers == 0 else None
-        return TimedIterator(iterator, self._timer, row, self._agree())
+        agreement = self._agree(self._history[-1], self.batches_at_end(self._history[-1]))
+        return TimedIterator(iterator, self._timer, self._own_row(), agreement)
 
     @override
     def _get_iterator(self) -> Any:
         view = self._view(worker_init_fn=self._counting().starting(self.worker_init_fn))
         with sending_paused(when=self.num_workers > 0):
             return super(DataLoader, view)._get_iterator()
-
-    def _agree(self) -> Agreement | None:
-        """The agreement with the other ranks; a new one where they could differ since the last."""
-        position, reached = self._history[-1], self._agreement
-        if reached is None or reached.refused or position.loaded is not None:
-            self._agreement = agree(
-                self.dataset,
-                num_workers=self.num_workers,
-                epoch=position.epoch if self._checkpointable else epoch_of(self.dataset),
-                batches=self._batches_left(position) if self._has_lengths else None,
-                strict=self.equal_batches,
-            )
-        return self._agreement
 
     @override
     def __len__(self) -> int:
@@ -180,7 +160,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         Raises:
             TypeError: The dataset has no length.
         """
-        if self._has_lengths:
+        if hasattr(self.dataset, "slice_length"):
             return self._batches_left(Position(0))
         return super().__len__()
 
@@ -258,20 +238,6 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         view.__dict__.update(attributes)
         return view
 
-    def _counting(self) -> Counters:
-        if self._counters is None:
-            self._counters = Counters(max(1, self.num_workers))
-        return self._counters
-
-    def statistics(self) -> dict[str, float]:
-        """What this rank's workers did since the loader was made, by name.
-
-        ``files_downloaded``, ``bytes_downloaded`` and ``download_s`` (of all threads together),
-        ``cache_hits``, ``evictions``, ``retries`` of failed requests, ``files_skipped`` (bad ones,
-        replaced) and ``reads_through`` (files too large for the disk, read where they lie).
-        """
-        return self._counting().totals()
-
     def _pool_alive(self) -> bool:
         pool: Any = self._iterator
         return pool is not None and all(worker.is_alive() for worker in pool._workers)
@@ -284,7 +250,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
 
     def batches_at_end(self, position: Position) -> int | None:
         """``position.batches`` at the end of its epoch; None for a dataset of unknown length."""
-        if not self._has_lengths:
+        if not hasattr(self.dataset, "slice_length"):
             return None
         return position.batches + self._batches_left(position)
 
@@ -369,10 +335,6 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         rank, world_size = current_rank()
         grid = (rank, world_size, self.num_workers)
         return Identity(*grid, self.batch_size, self._files, not self._carries)
-
-    @property
-    def _has_lengths(self) -> bool:
-        return hasattr(self.dataset, "slice_length")
 
     @property
     def _checkpointable(self) -> bool:
