@@ -36,6 +36,7 @@ docs: $(STAMP)  ## HTML reference from the docstrings, into site/
 	$(BIN)/mkdocs build --strict
 
 bench: $(STAMP)  ## speed and memory against the peers, ratios in one run
+	$(BIN)/python benchmarks/metrics.py
 	$(BIN)/python benchmarks/save.py
 	$(BIN)/python benchmarks/stream.py
 

@@ -13,6 +13,7 @@ The tree, so that a caller can catch as widely or as narrowly as is needed::
     ├── ManifestError (ValueError)             a file list in a file that cannot be used
     ├── StateError (ValueError)                a state dict that does not fit here
     │   └── GridMismatchError                  taken with other ranks or workers
+    ├── RankMismatchError (ValueError)         the ranks were given different data
     ├── NotCheckpointableError (TypeError)     no state can be taken of this dataset
     └── CheckpointError
         ├── CorruptCheckpointError             a file is missing, short or altered
@@ -66,6 +67,10 @@ class StateError(AirError, ValueError):
 
 class GridMismatchError(StateError):
     """A state was taken with another number of ranks or workers."""
+
+
+class RankMismatchError(AirError, ValueError):
+    """The ranks of a run have other files, another order or other numbers of batches."""
 
 
 class NotCheckpointableError(AirError, TypeError):

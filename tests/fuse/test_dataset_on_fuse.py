@@ -9,6 +9,7 @@ import pytest
 from slow_mount import Mount, has_fuse, slow_mount
 
 from air_lightning.data.dataset import UCVolumeDataset
+from air_lightning.data.loader import DataLoader
 from air_lightning.errors import FileVanishedError, StorageError
 from air_lightning.volumes.retry import Retry
 from air_lightning.volumes.storage import open_storage
@@ -152,3 +153,13 @@ def test_directories_are_listed_in_parallel(tmp_path):
         elapsed = time.monotonic() - began
     assert [info.name for info in listed] == [f"{number:02}/file" for number in range(16)]
     assert elapsed < 1.0
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_retries_are_counted(mount, workers):
+    """Each further attempt after a transient error is seen in the training process."""
+    loader = DataLoader(UCVolumeDataset(f"file://{mount}"), num_workers=workers)
+    mount.fail("open", errno.EIO, name="007.txt", times=2)
+    assert len(list(loader)) == FILES
+    assert loader.statistics()["retries"] == 2
+    assert loader.statistics()["files_downloaded"] == FILES

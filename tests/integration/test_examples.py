@@ -138,3 +138,14 @@ def test_plain_torch_runs_alone(volumes: Path, monkeypatch: pytest.MonkeyPatch) 
     assert [r.step for r in list_checkpoints("/Volumes/demo/digits/alone") if r.valid] == [10]
     second = losses(run(volumes, "alone", epochs=1))
     assert second == {step: loss for step, loss in losses(first).items() if step > 10}
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("workers", ["0", "2"])
+def test_shards_resume_in_the_middle_of_one(workers: str) -> None:
+    """The example of many samples per file ends with exit code 0 and nothing but PASS."""
+    command = [sys.executable, str(EXAMPLES / "shards.py"), "--workers", workers]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=50, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("PASS  ") == 3
+    assert "FAIL" not in done.stdout

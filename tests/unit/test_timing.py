@@ -1,4 +1,4 @@
-"""Timings of data loading: what reaches MLflow, and what a broken MLflow costs."""
+"""Metrics of data loading: what reaches MLflow, and what a broken MLflow costs."""
 
 import logging
 import subprocess
@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from air_lightning.data import timing
+from air_lightning.data import counters, timing
 from air_lightning.data.dataset import UCVolumeDataset
 from air_lightning.data.loader import DataLoader
 
@@ -188,3 +188,57 @@ def test_a_pass_that_stops_at_the_loaders_length_reports(mlflow, volume):
         assert timing.drain(60)
         (count,) = history(mlflow, run.info.run_id, "air/rank0/data_wait_ms_count")
     assert count.value == 3
+
+
+def decoded(path):
+    """The length of a file that is not bad."""
+    with open(path, "rb") as file:
+        data = file.read()
+    if data.startswith(b"bad"):
+        raise ValueError("bad")
+    return len(data)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_what_the_workers_did_reaches_the_active_run(mlflow, volume, workers):
+    """A cold pass and a warm one, one file of which is bad: totals, and the download rate."""
+    volume.write(12, size=1000)
+    volume.put("part0/0003.txt", b"bad".ljust(1000))
+    files = UCVolumeDataset(volume.path, on_error="skip").map(decoded)
+    loader = DataLoader(files, batch_size=2, num_workers=workers)
+    before = counters.rank_totals()
+    with mlflow.start_run() as run:
+        began = time.perf_counter()
+        for _ in range(2):
+            assert sum(int(sizes.sum()) for sizes in loader) == 12_000
+        seconds = time.perf_counter() - began
+        assert timing.drain(60)
+
+        def values(name):
+            return [m.value for m in history(mlflow, run.info.run_id, f"air/rank0/{name}")]
+
+        totals = {name: [value - before[name] for value in values(name)] for name in counters.NAMES}
+        rates = values("download_mb_per_s")
+    assert totals["files_downloaded"] == [12, 12]
+    assert totals["bytes_downloaded"] == [12_000, 12_000]
+    assert totals["files_skipped"] == [1, 2]
+    assert totals["retries"] == totals["evictions"] == totals["reads_through"] == [0, 0]
+    # Files that were put in place of the bad one are looked up once more.
+    cold, warm = totals["cache_hits"]
+    assert cold >= 1
+    assert warm - cold >= 12
+    assert rates[0] >= 0.012 / seconds
+    assert rates[1] == 0
+
+
+def test_the_rate_is_of_the_time_since_the_last_report(mlflow):
+    """Megabytes by the wall time of the interval, whatever part of it was waited."""
+    total = dict.fromkeys(counters.NAMES, 0)
+    timer = timing.WaitTimer(1.0, lambda: dict(total))
+    with mlflow.start_run() as run:
+        for second, megabytes in ((0.25, 3), (2.25, 9), (4.25, 9)):
+            total["bytes_downloaded"] = megabytes * 10**6
+            timer.add(second, second + 0.01)
+        assert timing.drain(60)
+        rates = history(mlflow, run.info.run_id, "air/rank0/download_mb_per_s")
+    assert [m.value for m in rates] == [pytest.approx(9 / 2.01), 0]

@@ -23,6 +23,7 @@ from concurrent.futures import Future, wait
 from typing import NamedTuple
 
 from air_lightning.data.cache import FileCache, Lease, lease_if_whole
+from air_lightning.data.counters import bound
 from air_lightning.data.listing import FileList
 from air_lightning.data.turns import Turn, current_turn
 from air_lightning.volumes.base import UNKNOWN_SIZE
@@ -154,9 +155,6 @@ class ReadAhead:
             return _Ahead(index, 0, lease, None)
         size = info.size if known else self._typical
         self._bytes += size
-        if lease is not None:
-            return _Ahead(number, 0, lease, None)
-        self._bytes += info.size
         batch = 0 if self._turn is None else self._turn.batch(number)
         future = self._pool.submit(self._fetcher(index), batch, size)
         return _Ahead(index, size, None, future)
@@ -164,7 +162,7 @@ class ReadAhead:
     def _fetcher(self, index: int) -> Callable[[], Lease]:
         cache, files = self._cache, self._files  # not self: its threads would keep it alive
         # A size that is not known is asked for there, too: here it would be a round trip per item.
-        return lambda: cache.fetch(files.complete(index, cache.storage))
+        return bound(lambda: cache.fetch(files.complete(index, cache.storage)))
 
     def _result(self, index: int, future: "Future[Lease]") -> Lease:
         """Wait for a download for as long as it makes progress."""

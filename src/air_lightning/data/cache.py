@@ -30,6 +30,7 @@ import weakref
 from collections.abc import Callable
 from typing import NoReturn
 
+from air_lightning.data.counters import CACHE_HITS, READS_THROUGH, count, downloading
 from air_lightning.data.eviction import Evictor, free_bytes, remove_parts
 from air_lightning.data.scratch import private_directory, shared_directory
 from air_lightning.errors import FileVanishedError, StorageError
@@ -205,7 +206,8 @@ class FileCache:
 
     def _fill(self, info: FileInfo, place: str, part: str, descriptor: int) -> Lease:
         self._evictor.make_room(info.size)
-        self.storage.download(info, part)
+        with downloading(info.size):
+            self.storage.download(info, part)
         # Eviction goes by the access time, to the nanosecond: the kernel's own times are too coarse
         # to tell which file came first.
         os.utime(part, ns=(time.time_ns(), int(info.mtime * 1e9)))
@@ -225,6 +227,7 @@ class FileCache:
             )
             ours.errno = errno.ENOSPC if error is None else error.errno
             raise ours from error
+        count(READS_THROUGH)
         _logger.log(
             logging.DEBUG if self._told_full else logging.WARNING,
             "The disk of the cache %s has no room for %s (%d bytes), whatever is evicted: reading "
@@ -265,6 +268,7 @@ def lease_if_whole(place: str, info: FileInfo) -> Lease | None:
         status = os.fstat(descriptor)
         same_time = abs(status.st_mtime - info.mtime) < _SAME_TIME_S
         if status.st_nlink and status.st_size == info.size and same_time:
+            count(CACHE_HITS)
             return Lease(place, descriptor)
     except BaseException:
         os.close(descriptor)

@@ -12,6 +12,7 @@ The count is of files delivered in the epoch, not since the last resume: a secon
 as the first.
 """
 
+import functools
 import logging
 import os
 from collections.abc import Callable, Iterator
@@ -22,6 +23,7 @@ from torch.utils.data import IterableDataset
 from air_lightning.data.ahead import ReadAhead
 from air_lightning.data.cache import Lease, open_cache
 from air_lightning.data.checks import check_cache_dir, check_options, check_storage_options
+from air_lightning.data.counters import FILES_SKIPPED, RETRIES, count
 from air_lightning.data.layers import Layer
 from air_lightning.data.listing import compile_pattern
 from air_lightning.data.manifest import read_manifest
@@ -39,7 +41,7 @@ from air_lightning.data.substitutes import substitutes
 from air_lightning.data.turns import current_turn
 from air_lightning.errors import EmptyVolumeError, InvalidArgumentError, StorageError
 from air_lightning.volumes import path as volume_path
-from air_lightning.volumes.storage import open_storage
+from air_lightning.volumes.storage import Retry, open_storage
 
 if TYPE_CHECKING:
     from air_lightning.data.mapped import MappedDataset
@@ -81,7 +83,8 @@ class UCVolumeDataset(IterableDataset[str]):
     Attributes:
         path: The normalized path.
         seed: As given.
-        skipped: Bad files replaced so far by this process's stream.
+        skipped: Bad files replaced so far by this process's stream; those of a loader's workers are
+            in ``DataLoader.statistics()``.
 
     Raises:
         InvalidArgumentError: An argument cannot work; InvalidPathError for the path.
@@ -114,10 +117,12 @@ class UCVolumeDataset(IterableDataset[str]):
             compile_pattern(pattern)
         self.seed = seed
         self.skipped = 0
+        self._pattern = pattern
         self._order = Order(shuffle, seed, uneven)
         self._on_error = on_error
         self._read_ahead = read_ahead
-        storage = open_storage(self.path, storage_options=storage_options)
+        retry = Retry(on_retry=functools.partial(count, RETRIES))
+        storage = open_storage(self.path, storage_options=storage_options, retry=retry)
         self._cache, discard = open_cache(storage, cache_dir, min_free_bytes)
         try:
             if manifest is None:
@@ -182,6 +187,11 @@ class UCVolumeDataset(IterableDataset[str]):
             before: What they delivered, in the order in which they followed each other.
         """
         self._loaded = Position(self._epoch, 0, before=before)
+
+    def identity(self) -> dict[str, Any]:
+        """What all ranks must agree on: path, pattern, order and file list."""
+        files = {"files": len(self._files), "fingerprint": self._files.fingerprint}
+        return {"path": self.path, "pattern": self._pattern, **self._order._asdict(), **files}
 
     def state_dict(self) -> dict[str, Any]:
         """Where the calling process's stream stands, as a dict of plain JSON types."""
@@ -317,6 +327,7 @@ class UCVolumeDataset(IterableDataset[str]):
             else:
                 current.good = other
                 self.skipped += 1
+                count(FILES_SKIPPED)
                 _logger.warning(
                     "Skipped the bad file %s (%s: %s) and took %s in its place; %d skipped so far",
                     *(bad, type(error).__name__, error, self._name(current, other), self.skipped),

@@ -14,6 +14,7 @@ import sys
 from collections import deque
 from collections.abc import Iterator
 
+from air_lightning.data.counters import EVICTIONS, count
 from air_lightning.errors import InvalidArgumentError
 
 MIN_FREE_VARIABLE = "SGC_FSLAYER_MIN_FREE_DISK_BYTES"
@@ -92,6 +93,7 @@ class Evictor:
             while self._candidates:
                 evicted = _evict(self._candidates.popleft(), self._directory)
                 if evicted is not None:
+                    count(EVICTIONS)
                     return evicted
         return None
 

@@ -24,7 +24,9 @@ import torch.utils.data
 from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
 from typing_extensions import override
 
+from air_lightning.data.counters import rank_totals
 from air_lightning.data.elastic import batches_left, position_from
+from air_lightning.data.observed import Observed
 from air_lightning.data.options import (
     PREFETCH_FACTOR,
     resolve_context,
@@ -45,10 +47,10 @@ T_co = TypeVar("T_co", covariant=True)
 HISTORY = 8
 """How many batches back ``state_dict(batches_ago=...)`` reaches."""
 
-_NOT_COPIED = ("_iterator", "_side", "pass_token")
+_NOT_COPIED = ("_iterator", "_side", "_counters", "_agreement", "pass_token")
 
 
-class DataLoader(torch.utils.data.DataLoader[T_co]):
+class DataLoader(Observed, torch.utils.data.DataLoader[T_co]):
     """torch's DataLoader with defaults for volumes, exact length, and a state that resumes exactly.
 
     With a :class:`Checkpointable` iterable dataset (``UCVolumeDataset``, or any that has
@@ -139,17 +141,20 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         self._files: Mapping[str, Any] | None = None
         self._side: WorkerSide | None = None
         self.pass_token: object = None
-        self._timer = WaitTimer()
+        self._timer = WaitTimer(totals=rank_totals)
 
     @override
     def __iter__(self) -> Any:
+        self._timer.begin_pass()
         iterator = Pass(self) if self._checkpointable else super().__iter__()
-        return TimedIterator(iterator, self._timer)
+        agreement = self._agree(self._history[-1], self.batches_at_end(self._history[-1]))
+        return TimedIterator(iterator, self._timer, self._own_row(), agreement)
 
     @override
     def _get_iterator(self) -> Any:
+        view = self._view(worker_init_fn=self._counting().starting(self.worker_init_fn))
         with sending_paused(when=self.num_workers > 0):
-            return super()._get_iterator()
+            return super(DataLoader, view)._get_iterator()
 
     @override
     def __len__(self) -> int:
@@ -229,7 +234,11 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             turns=Turns(workers, self.batch_size or 1) if workers else None,
             first_worker=position.next_worker,
         )
-        view = self._view(self._side, seed)
+        side, init = self._side, self._counting().starting(self._side.init)
+        view = self._view(dataset=side, collate_fn=side.collate, worker_init_fn=init)
+        if self.generator is None:
+            # Otherwise each iter() draws from the global generator that dropout draws from.
+            view.generator = torch.Generator().manual_seed(seed & (2**63 - 1))
         if self.num_workers == 0:
             return _SingleProcessDataLoaderIter(view)
         self.check_worker_number_rationality()
@@ -237,13 +246,10 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             self._iterator = RoundRobinIter(view, position.next_worker)
         return self._iterator
 
-    def _view(self, side: WorkerSide, seed: int) -> "DataLoader[Any]":
+    def _view(self, **attributes: Any) -> "DataLoader[Any]":
         """This loader as torch's iterator shall see it."""
         view = copy.copy(self)
-        view.__dict__.update(dataset=side, collate_fn=side.collate, worker_init_fn=side.init)
-        if self.generator is None:
-            # Otherwise each iter() draws from the global generator that dropout draws from.
-            view.generator = torch.Generator().manual_seed(seed & (2**63 - 1))
+        view.__dict__.update(attributes)
         return view
 
     def _pool_alive(self) -> bool:

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 from typing_extensions import override
 
+from air_lightning.data.agreement import Agreement
+from air_lightning.data.counters import counting_into
 from air_lightning.data.progress import Position
 from air_lightning.data.timing import WaitTimer
 from air_lightning.data.worker import Delivered, borrowed_generators
@@ -98,21 +100,41 @@ class Pass:
 
 
 class TimedIterator:
-    """Counts the time that each ``next()`` takes."""
+    """Counts the time that each ``next()`` takes, and what it does.
 
-    def __init__(self, iterator: Iterator[Any], timer: WaitTimer) -> None:
+    Args:
+        iterator: Of the batches.
+        timer: Of the loader.
+        row: Where to count what the calling thread itself does, if it makes the items.
+        agreement: With the other ranks, if there is one to be reached.
+    """
+
+    def __init__(
+        self,
+        iterator: Iterator[Any],
+        timer: WaitTimer,
+        row: memoryview | None = None,
+        agreement: Agreement | None = None,
+    ) -> None:
         self._iterator = iterator
         self._timer = timer
+        self._row = row
+        self._agreement = agreement
 
     def __iter__(self) -> "TimedIterator":
         return self
 
     def __next__(self) -> Any:
+        if self._agreement is not None:
+            self._agreement.check()
         began = time.perf_counter()
         try:
-            batch = next(self._iterator)
+            with counting_into(self._row):
+                batch = next(self._iterator)
         except StopIteration:
             self._timer.end_pass()
+            if self._agreement is not None:
+                self._agreement.check(last=True)
             raise
         self._timer.add(began, time.perf_counter())
         if getattr(self._iterator, "at_end", False):

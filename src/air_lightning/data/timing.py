@@ -1,10 +1,11 @@
-"""How long training waits for data, sent to the active MLflow run.
+"""How long training waits for data, and what its workers do, sent to the active MLflow run.
 
-The promise: timings never open a run, never slow a step and never stop training::
+The promise: metrics never open a run, never slow a step and never stop training::
 
     training thread   WaitTimer.add            four numbers are added up
-                      every 10 s, end of pass  the active run is looked up (it is thread-local),
-                                               and the totals are put into a queue
+                      every 10 s, end of pass  the counters are read (counters.py), the active run
+                                               is looked up (it is thread-local), and what they
+                                               come to is put into a queue
     one daemon thread MlflowClient.log_batch   started at the first totals, so after the workers
                                                were forked; a failure costs one warning and ends it
 
@@ -19,7 +20,7 @@ import queue
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from air_lightning.data.stream import current_rank
@@ -45,21 +46,36 @@ class Report(NamedTuple):
 class WaitTimer:
     """Adds up the durations of ``next()`` and reports them now and then.
 
-    Metrics are named ``air/rank<r>/data_wait_ms_mean``, ``_max``, ``_sum`` and ``_count``; each
-    covers the batches since the report before. Their step is the number of batches so far.
+    Metrics are named ``air/rank<r>/...``, and their step is the number of batches so far:
+
+    * ``data_wait_ms_mean``, ``_max``, ``_sum`` and ``_count`` cover the batches since the report
+      before, and ``download_mb_per_s`` the time since then.
+    * The totals, by their names (:data:`~air_lightning.data.counters.NAMES`), cover this process
+      since it began. They are left out as long as all are 0: for other data than volumes.
 
     Args:
         interval_s: Seconds between reports.
+        totals: Reads the totals; None for waits alone.
     """
 
-    def __init__(self, interval_s: float = INTERVAL_S) -> None:
+    def __init__(
+        self, interval_s: float = INTERVAL_S, totals: Callable[[], dict[str, float]] | None = None
+    ) -> None:
         self._interval_s = interval_s
+        self._totals = totals
         self._batches = 0
-        self._due: float | None = None
+        self._began: float | None = None  # of the interval; None between passes
+        self._bytes_before = 0.0
         self._clear()
 
     def _clear(self) -> None:
         self._count, self._sum, self._max = 0, 0.0, 0.0
+
+    def begin_pass(self) -> None:
+        """Begin an interval, before the workers are told to begin; not after half a pass."""
+        if self._began is None:
+            self._began = time.perf_counter()
+            self._bytes_before = self._totals()["bytes_downloaded"] if self._totals else 0.0
 
     def add(self, began: float, ended: float) -> None:
         """Count one ``next()``, between two readings of ``time.perf_counter()``."""
@@ -68,21 +84,22 @@ class WaitTimer:
         self._count += 1
         self._sum += waited
         self._max = max(self._max, waited)
-        if self._due is None:
-            self._due = began + self._interval_s
-        if ended >= self._due:
-            self._due = ended + self._interval_s
-            self._report()
+        if self._began is None:
+            self._began = began
+        if ended - self._began >= self._interval_s:
+            self._report(ended)
 
     def end_pass(self) -> None:
         """Report what is left at the end of a pass."""
-        self._report()
+        self._report(time.perf_counter())
+        self._began = None
 
-    def _report(self) -> None:
+    def _report(self, now: float) -> None:
         if self._count == 0:
             return
-        metrics = self._metrics()
+        metrics = self._metrics(now)
         self._clear()
+        self._began = now
         try:
             active = _active_run()
             if active is not None:
@@ -92,14 +109,24 @@ class WaitTimer:
             # A broken tracking set-up is no reason to stop training.
             _reporter().give_up(error)
 
-    def _metrics(self) -> dict[str, float]:
-        name = f"air/rank{current_rank()[0]}/data_wait_ms"
-        return {
-            f"{name}_mean": 1000 * self._sum / self._count,
-            f"{name}_max": 1000 * self._max,
-            f"{name}_sum": 1000 * self._sum,
-            f"{name}_count": float(self._count),
+    def _metrics(self, now: float) -> dict[str, float]:
+        metrics = {
+            "data_wait_ms_mean": 1000 * self._sum / self._count,
+            "data_wait_ms_max": 1000 * self._max,
+            "data_wait_ms_sum": 1000 * self._sum,
+            "data_wait_ms_count": float(self._count),
+            **self._counted(now),
         }
+        return {f"air/rank{current_rank()[0]}/{name}": value for name, value in metrics.items()}
+
+    def _counted(self, now: float) -> dict[str, float]:
+        totals = self._totals() if self._totals else {}
+        if not any(totals.values()):
+            return {}
+        megabytes = (totals["bytes_downloaded"] - self._bytes_before) / 1e6
+        self._bytes_before = totals["bytes_downloaded"]
+        seconds = now - (self._began or 0.0)
+        return {**totals, "download_mb_per_s": megabytes / seconds if seconds > 0 else 0.0}
 
 
 def _active_run() -> tuple[str, str] | None:
@@ -151,7 +178,7 @@ class _Reporter:
                 # Whoever drains would otherwise wait for reports that nobody takes any more.
                 self._reports.all_tasks_done.notify_all()
             logger.warning(
-                "Timings of data loading are no longer logged to MLflow, and training goes on: "
+                "Metrics of data loading are no longer logged to MLflow, and training goes on: "
                 "%s: %s",
                 type(error).__name__,
                 error,

@@ -306,7 +306,8 @@ def stream_seed(dataset: Any, rank: int, grids_before: int = 0) -> int:
 def seed_generators(seed: int) -> None:
     """Seed Python's, NumPy's and torch's CPU generator with an unsigned 64-bit number."""
     random.seed(seed)
-    np.random.seed([seed & 0xFFFFFFFF, seed >> 32])
+    # Both are the same generator: without a third word NumPy would draw what Python draws.
+    np.random.seed([seed & 0xFFFFFFFF, seed >> 32, 1])
     # Not torch.manual_seed: per batch, it would queue a seeding of CUDA, stack trace included.
     torch.default_generator.manual_seed(seed)
 

@@ -193,7 +193,10 @@ class AirDataModule(LightningDataModule):
     def train_dataloader(self) -> Any:
         """The loader of the training files."""
         dataset = self.train_dataset()
-        return self._loader(dataset, drop_last=self.drop_last, elastic=self.elastic)
+        loader = self._loader(dataset, drop_last=self.drop_last, elastic=self.elastic)
+        # Otherwise a rank that runs out of batches leaves the others in a step without end.
+        loader.equal_batches = True
+        return loader
 
     @override
     def val_dataloader(self) -> Any:

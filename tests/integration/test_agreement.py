@@ -1,0 +1,323 @@
+"""Ranks that differ in files, order or length: told at once, and nobody waits for ever."""
+
+import json
+import logging
+import os
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from torch.utils.data import IterableDataset
+from training import Run, train
+
+from air_lightning import AirDataModule, DataLoader, RankMismatchError, UCVolumeDataset
+from air_lightning.data import agreement
+from ranks import run_ranks
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
+
+FILES = 12
+
+
+class Plain(IterableDataset):
+    """A dataset of a user's own that holds one of ours."""
+
+    def __init__(self, files):
+        self.files = files
+
+    def __iter__(self):
+        return iter(self.files)
+
+
+class Ranks:
+    """Runs a function of (rank, volume) on ranks; gives what each returned, or raised."""
+
+    def __init__(self, volume, tmp_path: Path) -> None:
+        self.volume, self._results = volume, tmp_path / "results"
+        self._results.mkdir()
+
+    def __call__(self, function, *, world_size: int = 2) -> list[Any]:
+        assert run_ranks(self._rank, function, world_size=world_size) == [0] * world_size
+        return [json.loads(path.read_text()) for path in sorted(self._results.iterdir())]
+
+    def _rank(self, function) -> None:
+        dist.init_process_group("gloo")
+        rank = dist.get_rank()
+        try:
+            result = function(rank, self.volume)
+        except RankMismatchError as error:
+            result = str(error)
+        (self._results / str(rank)).write_text(json.dumps(result))
+        # Rank 0 serves the store: it must not be gone while others look something up.
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+@pytest.fixture
+def ranks(volume, tmp_path):
+    volume.write(FILES)
+    return Ranks(volume, tmp_path)
+
+
+def loader_of(volume, *, num_workers: int = 1, batch_size: int = 2, **options) -> DataLoader:
+    files = UCVolumeDataset(volume.path, **options)
+    return DataLoader(files, num_workers=num_workers, batch_size=batch_size)
+
+
+def in_turn(rank: int, action):
+    """What an action gives: first on rank 0, then on the others."""
+    if rank > 0:
+        dist.barrier()
+    given = action()
+    if rank == 0:
+        dist.barrier()
+    return given
+
+
+def test_ranks_that_agree_go_on_at_once(ranks):
+    """Four equal ranks deliver each file once a pass, and nobody waits for anything."""
+
+    def work(rank, volume):
+        loader = loader_of(volume, shuffle=True, num_workers=0)
+        began = time.monotonic()
+        passes = [[os.path.basename(path) for batch in loader for path in batch] for _ in range(3)]
+        return passes, time.monotonic() - began
+
+    results = ranks(work, world_size=4)
+    for number in range(3):
+        delivered = [name for passes, _ in results for name in passes[number]]
+        assert sorted(delivered) == [f"{n:04}.txt" for n in range(FILES)]
+    assert all(seconds < agreement.WAIT_S / 2 for _, seconds in results)
+
+
+def test_a_file_more_on_one_rank_is_an_error_on_all(ranks):
+    """A file that came between two listings: both ranks name both counts and the remedy."""
+
+    def work(rank, volume):
+        loader = in_turn(rank, lambda: loader_of(volume))
+        if rank == 0:
+            volume.put("part0/new.txt", b"new")
+        dist.barrier()
+        return len(list(loader_of(volume) if rank == 1 else loader))
+
+    for message in ranks(work):
+        assert "files=12 on rank 0, 13 on rank 1" in message
+        assert "pattern=" in message
+        assert "/Volumes/main/default/data" in message
+        assert "fingerprint" not in message
+
+
+def test_a_replaced_file_is_an_error_on_all(ranks):
+    """As many files, one of another size: the fingerprints differ."""
+
+    def work(rank, volume):
+        if rank == 0:
+            loader = loader_of(volume)
+            volume.put("part0/0000.txt", b"longer than it was")
+        dist.barrier()
+        return len(list(loader if rank == 0 else loader_of(volume)))
+
+    for message in ranks(work):
+        assert "fingerprint=" in message
+        assert "replaced" in message
+
+
+@pytest.mark.parametrize(
+    ("option", "values", "message"),
+    [
+        ("seed", (0, 0, 7), "seed=0 on ranks 0-1, 7 on rank 2. Give all ranks the same seed="),
+        ("shuffle", (True, False, True), "shuffle=True on ranks 0, 2, False on rank 1"),
+        ("uneven", ("pad", "drop", "drop"), "uneven='pad' on rank 0, 'drop' on ranks 1-2"),
+        ("num_workers", (1, 2, 2), "num_workers=1 on rank 0, 2 on ranks 1-2"),
+    ],
+)
+def test_another_order_on_one_rank_is_an_error_on_all(ranks, option, values, message):
+    """Any option that decides who reads which file when: named, with its value on each rank."""
+
+    def work(rank, volume):
+        return len(list(loader_of(volume, **{option: values[rank]})))
+
+    for told in ranks(work, world_size=3):
+        assert message in told
+
+
+def test_what_a_users_own_dataset_wraps_is_compared(ranks):
+    """The files below a plain dataset of the user's, which the loader knows nothing of, too."""
+
+    def work(rank, volume):
+        files = UCVolumeDataset(volume.path, shuffle=True, seed=rank)
+        return len(list(DataLoader(Plain(files), num_workers=0)))
+
+    for told in ranks(work):
+        assert "seed=0 on rank 0, 1 on rank 1" in told
+
+
+def test_states_of_different_epochs_are_an_error_on_all(ranks):
+    """Ranks that loaded states of different checkpoints are told, though they agreed before."""
+
+    def work(rank, volume):
+        loader = loader_of(volume, shuffle=True, num_workers=0)
+        states = [loader.state_dict()]
+        for _ in range(2):
+            list(loader)
+            states.append(loader.state_dict())
+        loader.load_state_dict(states[rank])
+        return len(list(loader))
+
+    for told in ranks(work):
+        assert "epoch=0 on rank 0, 1 on rank 1" in told
+        assert "checkpoint" in told
+
+
+def test_ranks_that_try_again_are_told_again(ranks):
+    """Catching the error does not turn the check off: the next pass is refused, too."""
+
+    def work(rank, volume):
+        loader = loader_of(volume, seed=rank)
+        for _ in range(2):
+            with pytest.raises(RankMismatchError, match="seed=0 on rank 0, 1 on rank 1"):
+                list(loader)
+        return loader.state_dict()["batches"]
+
+    assert ranks(work) == [0, 0]
+
+
+def test_uneven_batches_are_a_warning_for_a_loader(ranks):
+    """Streams of other lengths, as for inference: a warning that names uneven="pad"."""
+
+    def work(rank, volume):
+        loader = loader_of(volume, pattern="000?.txt", batch_size=1, num_workers=2)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            batches = len(list(loader)) + len(list(loader))
+        return batches, [str(w.message) for w in caught if "batches" in str(w.message)]
+
+    results = ranks(work, world_size=3)
+    assert [batches for batches, _ in results] == [8, 8, 4]
+    for _, told in results:
+        assert len(told) == 1
+        assert "4 on ranks 0-1, 2 on rank 2" in told[0]
+        assert 'uneven="pad"' in told[0]
+
+
+def test_uneven_batches_are_an_error_for_the_training_loader(ranks):
+    """AirDataModule's train loader refuses to begin; its validation loader only warns."""
+
+    def work(rank, volume):
+        module = AirDataModule(
+            volume.path, volume.path, pattern="000?.txt", num_workers=2, uneven="keep"
+        )
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            validated = len(list(module.val_dataloader()))
+        assert validated == (4, 4, 2)[rank]
+        return len(list(module.train_dataloader()))
+
+    for told in ranks(work, world_size=3):
+        assert "4 on ranks 0-1, 2 on rank 2" in told
+        assert 'uneven="pad"' in told
+
+
+def train_on_own_files(root: str, run: Run) -> None:
+    """A Trainer run that sees a volume of its own for each rank."""
+    os.environ["AIR_VOLUMES_ROOT"] = f"{root}/{os.environ['RANK']}"
+    train(run)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_trainer_on_ranks_with_other_files_ends_with_the_error(tmp_path, num_workers):
+    """Under DDP every rank ends with the error, before the first step, and none hangs."""
+    for rank, files in enumerate((8, 9)):
+        folder = tmp_path / str(rank) / "main/default/data"
+        folder.mkdir(parents=True)
+        for number in range(files):
+            (folder / f"{number:03}.txt").write_text(str(number))
+    run = Run("/Volumes/main/default/data", str(tmp_path / "run"), 2, num_workers)
+    log = tmp_path / "log"
+    statuses = run_ranks(
+        train_on_own_files, str(tmp_path), run, world_size=2, timeout_s=60, log=log
+    )
+    assert statuses == [1, 1]
+    told = [line for line in log.read_text().splitlines() if "RankMismatchError: " in line]
+    assert len(told) >= 2
+    assert all("files=8 on rank 0, 9 on rank 1" in line for line in told)
+    assert not list(Path(run.directory).glob("diary-*"))
+
+
+def test_a_rank_alone_waits_once_and_goes_on(ranks):
+    """Rank 0 iterating alone is delayed by ``WAIT_S`` before its first batch, and never again."""
+
+    def work(rank, volume):
+        durations = []
+        if rank == 0:
+            loader = loader_of(volume, num_workers=0)
+            for _ in range(2):
+                began = time.monotonic()
+                assert sum(len(batch) for batch in loader) == FILES // 2
+                durations.append(time.monotonic() - began)
+        dist.barrier()
+        return durations
+
+    (first, second), _ = ranks(work)
+    assert agreement.WAIT_S - 0.2 <= first < agreement.WAIT_S + 3
+    assert second < 2
+
+
+def test_a_late_rank_is_compared_when_it_comes(ranks):
+    """A rank that comes after the others gave up waiting gets the error, and so do they."""
+
+    def work(rank, volume):
+        loader = loader_of(volume, num_workers=0, batch_size=1, seed=rank)
+        iterator = iter(loader) if rank == 0 else None
+        if iterator is not None:
+            next(iterator)  # which waits in vain
+        dist.barrier()
+        iterator = iterator or iter(loader)
+        dist.barrier()
+        return len(list(iterator))
+
+    for told in ranks(work):
+        assert "seed=0 on rank 0, 1 on rank 1" in told
+
+
+def test_a_process_group_made_anew_agrees_anew(ranks):
+    """After destroy_process_group and another group, loaders agree, and differences are told."""
+
+    def work(rank, volume):
+        assert len(list(loader_of(volume))) == 3
+        dist.barrier()
+        dist.destroy_process_group()
+        os.environ["MASTER_PORT"] = str(int(os.environ["MASTER_PORT"]) + 1)
+        dist.init_process_group("gloo")
+        assert len(list(loader_of(volume))) == 3
+        return len(list(loader_of(volume, seed=rank)))
+
+    for told in ranks(work):
+        assert "seed=0 on rank 0, 1 on rank 1" in told
+
+
+def test_a_store_that_fails_stops_nobody(caplog):
+    """When the store is gone the pass goes on, unchecked, with a note at level DEBUG."""
+
+    class Gone:
+        def add(self, key, number):
+            raise RuntimeError("the store is gone")
+
+        def set(self, key, value):
+            pass
+
+    board = agreement._Board(Gone(), "key", 0, 2)
+    with caplog.at_level(logging.DEBUG, logger="air_lightning"):
+        agreed = agreement.Agreement(board, {}, 3, strict=True)
+        assert not agreed.publish()
+        agreed.check()
+    assert "the store is gone" in caplog.text
+
+
+def test_the_check_can_be_turned_off(ranks, monkeypatch):
+    """With AIR_SKIP_AGREEMENT set, ranks read what they were given."""
+    monkeypatch.setenv("AIR_SKIP_AGREEMENT", "1")
+    assert ranks(lambda rank, volume: len(list(loader_of(volume, seed=rank)))) == [3, 3]
