@@ -297,7 +297,7 @@ class _Handle:
 
 def _may_be_filled(piece: Piece, offset: int) -> bool:
     """Whether a page in it, or the last one's part, ends in zeros."""
-    if piece and not piece[-1]:
+    if piece and not any(piece[-8:]):
         return True
     first = -(offset + 1) % _PAGE  # the last byte of the first page
     ends = bytes(piece[first::_PAGE])
