@@ -39,6 +39,7 @@ bench: $(STAMP)  ## speed and memory against the peers, ratios in one run
 	$(BIN)/python benchmarks/metrics.py
 	$(BIN)/python benchmarks/save.py
 	$(BIN)/python benchmarks/stream.py
+	$(BIN)/python benchmarks/metrics.py
 
 clean:
 	rm -rf $(VENV) .demo .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis site
