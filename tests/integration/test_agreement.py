@@ -114,10 +114,12 @@ def test_a_replaced_file_is_an_error_on_all(ranks):
     """As many files, one under another name: the fingerprints differ."""
 
     def work(rank, volume):
+        loader = loader_of(volume)
+        dist.barrier()
         if rank == 0:
-            loader = loader_of(volume)
             (volume.directory / "part0/0000.txt").rename(volume.directory / "part0/9999.txt")
         dist.barrier()
+        # The second one of this rank is listed anew.
         return len(list(loader if rank == 0 else loader_of(volume)))
 
     for message in ranks(work):
