@@ -13,6 +13,14 @@ import numpy as np
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.strategies import ModelParallelStrategy
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 from torch.utils.data import IterableDataset
 
 from air_lightning import AirCheckpointIO, AirDataModule, AirResume
@@ -36,6 +44,7 @@ class Run:
     save_at_epoch_end: bool = False
     ckpt_path: str | None = None
     validate: bool = False
+    strategy: str = "ddp"  # see ``strategy_of``
 
     @property
     def checkpoints(self) -> str:
@@ -97,6 +106,44 @@ class Model(LightningModule):
         return [optimizer], [{"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.9)}]
 
 
+class Sharded(Model):
+    """Parallel in the way that the strategy's mesh says; seven rows do not divide.
+
+    Under tensor parallel the last layer is whole on every rank, and the buffer always is.
+    """
+
+    def __init__(self, features: int = FEATURES) -> None:
+        super().__init__()
+        self.layers = torch.nn.Sequential(
+            torch.nn.Linear(features, 8),
+            torch.nn.Dropout(0.3),
+            torch.nn.Linear(8, 7),
+            torch.nn.Linear(7, 1),
+        )
+        self.register_buffer("unit", torch.ones(3))
+
+    def configure_model(self) -> None:
+        if self.device_mesh is None or isinstance(self.layers[0].weight, DTensor):
+            return
+        data, tensor = self.device_mesh["data_parallel"], self.device_mesh["tensor_parallel"]
+        if tensor.size() > 1:
+            parallelize_module(
+                self.layers, tensor, {"0": ColwiseParallel(), "2": RowwiseParallel()}
+            )
+        if data.size() > 1:
+            fully_shard(self.layers[0], mesh=data)
+            fully_shard(self.layers, mesh=data)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        mesh = self.device_mesh
+        if mesh is not None and mesh["tensor_parallel"].size() > 1:
+            # The ranks that share a layer need one batch; the loader gives each rank its own.
+            torch.distributed.broadcast(
+                batch[1], group=mesh.get_group("tensor_parallel"), group_src=0
+            )
+        return super().training_step(batch, batch_idx)
+
+
 class Diary(Callback):
     """Writes a line for each batch that was trained on, and kills the run at a given batch."""
 
@@ -135,6 +182,23 @@ class Validated(Callback):
             validated.write(json.dumps(line) + "\n")
 
 
+def strategy_of(run: Run) -> Any:
+    """``ddp``, or ``<data parallel>x<tensor parallel>`` ranks under ModelParallelStrategy."""
+    if run.strategy == "ddp":
+        return "ddp" if run.world_size > 1 else "auto"
+    data, tensor = map(int, run.strategy.split("x"))
+    return ModelParallelStrategy(data_parallel_size=data, tensor_parallel_size=tensor)
+
+
+def whole(state: Any) -> Any:
+    """Each DTensor as the whole tensor, through dicts and lists."""
+    if isinstance(state, DTensor):
+        return state.full_tensor()
+    if isinstance(state, dict):
+        return {key: whole(value) for key, value in state.items()}
+    return [whole(item) for item in state] if isinstance(state, list) else state
+
+
 def train(run: Run, *, extra: Sequence[Callback] = (), save_on_exception: bool = False) -> None:
     """One attempt: resumes by itself, trains to the end or to its kill."""
     os.makedirs(run.directory, exist_ok=True)
@@ -148,7 +212,7 @@ def train(run: Run, *, extra: Sequence[Callback] = (), save_on_exception: bool =
         pattern="*.txt",
     )
     data.has_length = run.has_length
-    model = Model()
+    model = Sharded() if run.strategy != "ddp" else Model()
     checkpoint = ModelCheckpoint(
         dirpath=run.checkpoints,
         every_n_train_steps=None if run.save_at_epoch_end else run.every_n_steps,
@@ -159,7 +223,7 @@ def train(run: Run, *, extra: Sequence[Callback] = (), save_on_exception: bool =
     trainer = Trainer(
         accelerator="cpu",
         devices=run.world_size,
-        strategy="ddp" if run.world_size > 1 else "auto",
+        strategy=strategy_of(run),
         plugins=[AirCheckpointIO()],
         callbacks=[AirResume(), checkpoint, Diary(run), *extra],
         logger=False,
@@ -169,7 +233,7 @@ def train(run: Run, *, extra: Sequence[Callback] = (), save_on_exception: bool =
     )
     trainer.fit(model, datamodule=data, ckpt_path=run.ckpt_path)
     optimizer = trainer.optimizers[0].state_dict()
-    result = {"model": model.state_dict(), "optimizer": optimizer}
+    result = {"model": whole(dict(model.state_dict())), "optimizer": whole(optimizer)}
     torch.save(result, f"{run.directory}/result-{trainer.global_rank}.pt")
 
 

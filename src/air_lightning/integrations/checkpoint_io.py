@@ -32,6 +32,7 @@ from air_lightning.checkpoint.catalog import remove_checkpoint, verify_checkpoin
 from air_lightning.checkpoint.dcp import UCVolumeReader, UCVolumeWriter
 from air_lightning.checkpoint.saver import AsyncSaver
 from air_lightning.checkpoint.state import read_checkpoint, to_entries
+from air_lightning.checkpoint.together import together
 from air_lightning.errors import InvalidArgumentError
 from air_lightning.volumes import path as volume_path
 from air_lightning.volumes.storage import open_storage
@@ -43,7 +44,8 @@ class AirCheckpointIO(CheckpointIO):
     """Saves a Trainer's checkpoints asynchronously, by every rank, as DCP directories.
 
     ``Trainer(plugins=[AirCheckpointIO()])`` is enough: a callback that Lightning finds through an
-    entry point binds the Trainer's strategy to this plugin (single device and DDP).
+    entry point binds the Trainer's strategy to this plugin (single device, DDP, model parallel,
+    FSDP).
 
     Args:
         storage_options: Options for fsspec when a checkpoint path is a URL.
@@ -232,11 +234,51 @@ class AirCheckpointIO(CheckpointIO):
         target = self._resolve(path)
         if self._is_file(target):
             return self._load_file(target, weights_only), None
+        return self._read(target, weights_only, None)
+
+    def load_shards(
+        self, target: str, *, weights_only: bool | None, sharding: Mapping[str, torch.Tensor]
+    ) -> tuple[dict[str, Any], dict[str, Any] | None]:
+        """Load like ``load_on_this_rank``, but of each tensor only what this rank needs of it.
+
+        Every rank calls this, after ``wait``, with what ``locate`` said on one of them.
+
+        Args:
+            target: A checkpoint directory of this package.
+            weights_only: As of ``torch.load``, for the blobs; None means True.
+            sharding: The live parameters by name; where they are DTensors, so is what is loaded.
+
+        Raises:
+            CheckpointError: It failed on this rank or on another one.
+        """
+        # Ranks read different shards: one that fails alone would leave the others in a collective.
+        return together(
+            lambda: self._read(target, weights_only, sharding), f"Loading {target}", self._group
+        )
+
+    def _read(
+        self, target: str, weights_only: bool | None, sharding: Mapping[str, torch.Tensor] | None
+    ) -> tuple[dict[str, Any], dict[str, Any] | None]:
         reader = UCVolumeReader(target, verify=self.verify, storage_options=self.storage_options)
         rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
         return read_checkpoint(
-            reader, rank=rank, weights_only=weights_only, process_group=None, no_dist=True
+            reader,
+            rank=rank,
+            weights_only=weights_only,
+            process_group=None,
+            no_dist=True,
+            sharding=sharding,
         )
+
+    def locate(self, path: PathLike) -> tuple[str, bool]:
+        """Where the checkpoint of this path is now, and whether Lightning itself wrote it.
+
+        That is a single file, or a directory of one of its sharded strategies.
+        """
+        target = self._resolve(path)
+        local = volume_path.local_dir(target)
+        sharded = local is not None and os.path.isfile(os.path.join(local, "meta.pt"))
+        return target, sharded or self._is_file(target)
 
     def world_size_of(self, path: PathLike) -> int | None:
         """The number of ranks that saved a checkpoint; None for one that does not say."""
