@@ -22,7 +22,9 @@ def numbers(volume: Volume) -> str:
 
 
 @pytest.mark.parametrize(
-    ("strategy", "ranks"), [("2x1", 2), ("1x2", 2), ("2x2", 4)], ids=["fsdp2", "tp", "fsdp2-tp"]
+    ("strategy", "ranks"),
+    [("2x1", 2), ("1x2", 2), ("2x2", 4), ("fsdp1", 2)],
+    ids=["fsdp2", "tp", "fsdp2-tp", "fsdp1"],
 )
 def test_killed_mid_epoch(numbers: str, tmp_path: Path, strategy: str, ranks: int) -> None:
     """Killed in the middle of an epoch, a sharded run goes on bit for bit."""

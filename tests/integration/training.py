@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.strategies import ModelParallelStrategy
-from torch.distributed.fsdp import fully_shard
+from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -144,6 +144,13 @@ class Sharded(Model):
         return super().training_step(batch, batch_idx)
 
 
+class FsdpOnCpu(FSDPStrategy):
+    """FSDP1 on gloo ranks: Lightning refuses FSDPStrategy itself without GPUs, not a subclass."""
+
+    def _setup_model(self, model: Any) -> Any:
+        return FullyShardedDataParallel(model, device_id=torch.device("cpu"), **self.kwargs)
+
+
 class Diary(Callback):
     """Writes a line for each batch that was trained on, and kills the run at a given batch."""
 
@@ -183,9 +190,11 @@ class Validated(Callback):
 
 
 def strategy_of(run: Run) -> Any:
-    """``ddp``, or ``<data parallel>x<tensor parallel>`` ranks under ModelParallelStrategy."""
+    """``ddp``, ``fsdp1``, or ``<data parallel>x<tensor parallel>`` for ModelParallelStrategy."""
     if run.strategy == "ddp":
         return "ddp" if run.world_size > 1 else "auto"
+    if run.strategy == "fsdp1":
+        return FsdpOnCpu(auto_wrap_policy={torch.nn.Linear})
     data, tensor = map(int, run.strategy.split("x"))
     return ModelParallelStrategy(data_parallel_size=data, tensor_parallel_size=tensor)
 
@@ -233,7 +242,12 @@ def train(run: Run, *, extra: Sequence[Callback] = (), save_on_exception: bool =
     )
     trainer.fit(model, datamodule=data, ckpt_path=run.ckpt_path)
     optimizer = trainer.optimizers[0].state_dict()
-    result = {"model": whole(dict(model.state_dict())), "optimizer": whole(optimizer)}
+    if run.strategy == "fsdp1":  # what the parameters of the module are now is FSDP1's own affair
+        model_state = whole(trainer.strategy.lightning_module_state_dict())
+        optimizer = trainer.strategy.optimizer_state(trainer.optimizers[0])
+    else:
+        model_state = whole(dict(model.state_dict()))
+    result = {"model": model_state, "optimizer": whole(optimizer)}
     torch.save(result, f"{run.directory}/result-{trainer.global_rank}.pt")
 
 

@@ -21,17 +21,56 @@ from typing import Any, TypeVar
 import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.strategies import (
+    DDPStrategy,
+    DeepSpeedStrategy,
+    FSDPStrategy,
+    ModelParallelStrategy,
+    SingleDeviceStrategy,
+    SingleDeviceXLAStrategy,
+    XLAStrategy,
+)
 from lightning.pytorch.trainer.states import TrainerStatus
 
-from air_lightning.errors import AirError, CheckpointMismatchError, SaveFailedError
+from air_lightning.errors import (
+    AirError,
+    CheckpointMismatchError,
+    InvalidArgumentError,
+    SaveFailedError,
+)
 from air_lightning.integrations.checkpoint_io import AirCheckpointIO
 from air_lightning.integrations.position import Restorer
-from air_lightning.integrations.strategies import state_of
+from air_lightning.integrations.strategies import ModelParallelState, ReplicatedState
 from air_lightning.volumes import path as volume_path
 
 logger = logging.getLogger("air_lightning")
 
 _T = TypeVar("_T")
+
+_SUPPORTED = (SingleDeviceStrategy, DDPStrategy, ModelParallelStrategy, FSDPStrategy)
+# Subclasses of those above that keep their state elsewhere.
+_REFUSED = (DeepSpeedStrategy, XLAStrategy, SingleDeviceXLAStrategy)
+
+
+def state_of(strategy: Any) -> ReplicatedState:
+    """Bind what belongs to the kind of this strategy.
+
+    Raises:
+        InvalidArgumentError: It is of no kind whose state this release can save.
+    """
+    if not isinstance(strategy, _SUPPORTED) or isinstance(strategy, _REFUSED):
+        raise InvalidArgumentError(
+            f"AirCheckpointIO was given to a Trainer with {type(strategy).__name__}; this release "
+            f"saves under {', '.join(kind.__name__ for kind in _SUPPORTED)} and their subclasses "
+            "(not DeepSpeed, not XLA). Choose one of these, or leave the plugin out."
+        )
+    if isinstance(strategy, FSDPStrategy):
+        # Not at the top: it needs private classes of torch's that no other strategy does.
+        from air_lightning.integrations.fsdp import FsdpState
+
+        return FsdpState(strategy)
+    is_sharded = isinstance(strategy, ModelParallelStrategy)
+    return ModelParallelState(strategy) if is_sharded else ReplicatedState(strategy)
 
 
 def as_written(dirpath: str) -> str:

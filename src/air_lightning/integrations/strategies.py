@@ -12,7 +12,7 @@ Lightning's sharded strategies gather their state to the CPU: a second copy in h
 the one that is staged. Theirs is also another format than DDP's, through torch's
 ``get_optimizer_state_dict``, which changes the optimizer that it reads. Here every kind gives what
 DDP gives, the state by name and integer ids, only with DTensors in it; so a checkpoint of one kind
-loads under another.
+loads under another. FSDP1 has its class in ``fsdp.py``.
 """
 
 import copy
@@ -22,19 +22,10 @@ from typing import Any
 
 import torch
 from lightning.pytorch.core.optimizer import LightningOptimizer
-from lightning.pytorch.strategies import (
-    DDPStrategy,
-    DeepSpeedStrategy,
-    ModelParallelStrategy,
-    SingleDeviceStrategy,
-    SingleDeviceXLAStrategy,
-    XLAStrategy,
-)
 
 from air_lightning.checkpoint.names import renamed
 from air_lightning.checkpoint.sharding import fitted
 from air_lightning.checkpoint.state import optimizer_names
-from air_lightning.errors import InvalidArgumentError
 
 _log = logging.getLogger("air_lightning")
 
@@ -119,31 +110,6 @@ class ModelParallelState(ReplicatedState):
         states = checkpoint["optimizer_states"]
         for optimizer, state in zip(self.strategy.optimizers, states, strict=True):
             optimizer.load_state_dict(_fitted_moments(state, optimizer))
-
-
-_KINDS: Sequence[tuple[type, type[ReplicatedState]]] = (
-    (SingleDeviceStrategy, ReplicatedState),
-    (DDPStrategy, ReplicatedState),
-    (ModelParallelStrategy, ModelParallelState),
-)
-# Subclasses of those above that keep their state elsewhere.
-_REFUSED = (DeepSpeedStrategy, XLAStrategy, SingleDeviceXLAStrategy)
-
-
-def state_of(strategy: Any) -> ReplicatedState:
-    """Bind what belongs to the kind of this strategy.
-
-    Raises:
-        InvalidArgumentError: It is of no kind whose state this release can save.
-    """
-    for kind, state in _KINDS:
-        if isinstance(strategy, kind) and not isinstance(strategy, _REFUSED):
-            return state(strategy)
-    raise InvalidArgumentError(
-        f"AirCheckpointIO was given to a Trainer with {type(strategy).__name__}; this release "
-        f"saves under {', '.join(kind.__name__ for kind, _ in _KINDS)} and their subclasses (not "
-        "DeepSpeed, not XLA). Choose one of these, or leave the plugin out."
-    )
 
 
 def _fitted_moments(state: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
