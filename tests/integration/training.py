@@ -14,6 +14,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import (
@@ -200,9 +201,13 @@ def strategy_of(run: Run) -> Any:
 
 
 def whole(state: Any) -> Any:
-    """Each DTensor as the whole tensor, through dicts and lists."""
+    """Each sharded tensor as the whole one, through dicts and lists; some on rank 0 alone."""
     if isinstance(state, DTensor):
         return state.full_tensor()
+    if isinstance(state, ShardedTensor):
+        gathered = torch.zeros(state.size())
+        state.gather(0, gathered if torch.distributed.get_rank() == 0 else None)
+        return gathered
     if isinstance(state, dict):
         return {key: whole(value) for key, value in state.items()}
     return [whole(item) for item in state] if isinstance(state, list) else state

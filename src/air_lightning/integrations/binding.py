@@ -39,7 +39,7 @@ from air_lightning.errors import (
     SaveFailedError,
 )
 from air_lightning.integrations.checkpoint_io import AirCheckpointIO
-from air_lightning.integrations.position import Restorer
+from air_lightning.integrations.position import Origin, Restorer
 from air_lightning.integrations.strategies import ModelParallelState, ReplicatedState
 from air_lightning.volumes import path as volume_path
 
@@ -135,7 +135,7 @@ class Binding:
         if self._prepared or not states:
             return
         self._prepared = True
-        weights = self._strategy.lightning_module.state_dict().values()
+        weights = self._state.weights_here()
         moments = [value for state in states for value in state.values()]
         self.io.prepare(
             [
@@ -200,10 +200,7 @@ class Binding:
         else:
             checkpoint, blob = self.io.load_on_this_rank(checkpoint_path, weights_only=weights_only)
         if self._trainer.state.fn == "fit":
-            # A rank that the checkpoint has no blob of must fail like the others, which see in
-            # theirs that the world was smaller; alone, it would wait for them in its first step.
-            there = self.io.world_size_of(checkpoint_path) if blob is None else None
-            self._restorer.arm(blob, there)
+            self._restorer.arm(blob, self._strategy.broadcast(Origin.of(blob)))
         return checkpoint
 
     def _load_shards(
@@ -230,7 +227,7 @@ class Binding:
         try:
             self._state.load_model(checkpoint, strict)
         except RuntimeError as error:
-            wanted = self._strategy.lightning_module.state_dict()
+            wanted = self._state.sharding()
             raise CheckpointMismatchError(
                 _difference(wanted, checkpoint["state_dict"], self._trainer.ckpt_path)
             ) from error

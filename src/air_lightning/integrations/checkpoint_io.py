@@ -28,7 +28,7 @@ from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from typing_extensions import override
 
 from air_lightning.checkpoint import attempt
-from air_lightning.checkpoint.catalog import remove_checkpoint, verify_checkpoint
+from air_lightning.checkpoint.catalog import remove_checkpoint
 from air_lightning.checkpoint.dcp import UCVolumeReader, UCVolumeWriter
 from air_lightning.checkpoint.saver import AsyncSaver
 from air_lightning.checkpoint.state import read_checkpoint, to_entries
@@ -279,14 +279,6 @@ class AirCheckpointIO(CheckpointIO):
         local = volume_path.local_dir(target)
         sharded = local is not None and os.path.isfile(os.path.join(local, "meta.pt"))
         return target, sharded or self._is_file(target)
-
-    def world_size_of(self, path: PathLike) -> int | None:
-        """The number of ranks that saved a checkpoint; None for one that does not say."""
-        target = self._resolve(path)
-        if self._is_file(target):
-            return None
-        record = verify_checkpoint(target, storage_options=self.storage_options)
-        return record.world_size
 
     @override
     def remove_checkpoint(self, path: PathLike) -> None:

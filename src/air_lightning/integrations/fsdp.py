@@ -5,7 +5,7 @@ are taken, on the device. They hold ShardedTensors, cut like a DTensor with ``Sh
 given out as DTensors around the same memory, and made of them again for loading.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -51,6 +51,11 @@ class FsdpState(ModelParallelState):
     def sharding(self) -> Mapping[str, torch.Tensor]:
         """The weights as they lie on this rank."""
         return self.model_state()
+
+    @override
+    def weights_here(self) -> Iterable[Any]:
+        """The flat parameters' shards."""
+        return list(self.strategy.model.parameters())
 
     @override
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:

@@ -17,7 +17,7 @@ loads under another. FSDP1 has its class in ``fsdp.py``.
 
 import copy
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -53,6 +53,10 @@ class ReplicatedState:
         """The weights as they lie on this rank."""
         weights: Mapping[str, torch.Tensor] = self.strategy.lightning_module.state_dict()
         return weights
+
+    def weights_here(self) -> Iterable[Any]:
+        """As much memory as the weights take on this rank, as tensors; no collectives."""
+        return self.sharding().values()
 
     def load_model(self, checkpoint: Mapping[str, Any], strict: bool) -> None:
         """Put the weights of a checkpoint into the model."""
