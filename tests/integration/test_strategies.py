@@ -20,10 +20,11 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader as TorchDataLoader
 
-from air_lightning import AirCheckpointIO, list_checkpoints
+from air_lightning import AirCheckpointIO, CheckpointError, UnsafeCheckpointError
 from air_lightning.checkpoint.names import clean
 from conftest import Volume
 from integration.test_exact_resume import assert_resumes_exactly
@@ -217,3 +218,212 @@ def moments(state: dict[str, Any]) -> list[Any]:
     optimizer = state["optimizer"]
     order = [key for group in optimizer["param_groups"] for key in group["params"]]
     return [optimizer["state"][key] for key in order]
+
+
+def check_all(checks: list[Callable[[str], None]], directory: str) -> None:
+    """Run in a rank: each check in a directory of its own."""
+    torch.set_num_threads(1)
+    for check in checks:
+        where = f"{directory}/{check.__name__}"
+        os.makedirs(where, exist_ok=True)
+        check(where)
+
+
+def run_checks(checks: list[Callable[[str], None]], tmp_path: Path, world_size: int = 2) -> None:
+    log = tmp_path / "output.txt"
+    statuses = run_ranks(check_all, checks, str(tmp_path), world_size=world_size, log=log)
+    assert set(statuses) == {0}, log.read_text()[-6000:]
+
+
+SHARDED = Job("2x1", "")
+
+
+def fitted(trainer: Trainer, model: Sharded | None = None, **options: Any) -> Sharded:
+    """Train on the eight samples; each rank has two batches an epoch."""
+    model = model or Sharded()
+    trainer.fit(model, TorchDataLoader(Samples(), batch_size=2), **options)
+    return model
+
+
+def the_best_and_the_last_are_kept(directory: str) -> None:
+    """Top-k deletion, the link of save_last, and a test with the best weights."""
+    best = ModelCheckpoint(
+        directory, "{step}", monitor="loss", save_top_k=1, every_n_train_steps=1, save_last="link"
+    )
+    weights: dict[int, Any] = {}
+
+    class Note(Callback):
+        def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
+            weights[trainer.global_step] = copy.deepcopy(whole(dict(module.state_dict())))
+
+    trainer = trainer_for(SHARDED, best, Note(), max_steps=4)
+    fitted(trainer)
+    dist.barrier()
+    names = sorted(name for name in os.listdir(directory))
+    assert names == sorted({"last.ckpt", os.path.basename(best.best_model_path)}), names
+    assert os.path.islink(f"{directory}/last.ckpt")
+
+    tested = Sharded()
+    tested.test_step = tested.validation_step
+    loader = TorchDataLoader(Samples(), batch_size=2)
+    trainer_for(SHARDED).test(tested, loader, ckpt_path=best.best_model_path, verbose=False)
+    step = int(Path(best.best_model_path).stem.split("=")[1])
+    assert_same(whole(dict(tested.state_dict())), weights[step])
+
+
+class Opaque:
+    """An object that does not load with weights_only=True."""
+
+
+class Saving(Sharded):
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["opaque"] = Opaque()
+
+
+def fit_honours_weights_only(directory: str) -> None:
+    """Lightning drops fit(weights_only=...) on its way to these strategies; it arrives here."""
+    fitted(trainer_for(SHARDED, saving(directory, filename="c")), Saving())
+    path = f"{directory}/c.ckpt"
+    with pytest.raises(UnsafeCheckpointError):
+        fitted(trainer_for(SHARDED), ckpt_path=path)
+    trainer = trainer_for(SHARDED, max_steps=3)
+    fitted(trainer, ckpt_path=path, weights_only=False)
+    assert trainer.global_step == 3
+
+
+def weights_alone(directory: str) -> None:
+    """A checkpoint of weights alone loads for testing, and says so when it is to be resumed."""
+    trainer = trainer_for(SHARDED)
+    model = fitted(trainer)
+    trainer.save_checkpoint(f"{directory}/w", weights_only=True)
+    other = Sharded()
+    other.test_step = other.validation_step
+    loader = TorchDataLoader(Samples(), batch_size=2)
+    trainer_for(SHARDED).test(other, loader, ckpt_path=f"{directory}/w", verbose=False)
+    assert_same(whole(dict(other.state_dict())), whole(dict(model.state_dict())))
+    with pytest.raises(KeyError, match="only the model"):
+        fitted(trainer_for(SHARDED), ckpt_path=f"{directory}/w")
+
+
+def nothing_is_copied_before_staging(directory: str) -> None:
+    """What the strategy collects is the live memory, and a rank stages its own shards alone."""
+    trainer = trainer_for(SHARDED, saving(directory))
+    model = fitted(trainer)
+    state = trainer.strategy.lightning_module_state_dict()
+    moments = trainer.strategy.optimizer_state(trainer.optimizers[0])["state"]
+    live = dict(model.named_parameters())
+    for number, (name, parameter) in enumerate(live.items()):
+        assert pointer(state[name]) == pointer(parameter)
+        wanted = trainer.optimizers[0].state[parameter]["exp_avg"]
+        assert pointer(moments[number]["exp_avg"]) == pointer(wanted)
+    entries = sum(parameter.to_local().nbytes for parameter in live.values()) * 3 + 3 * 4
+    staged = trainer.strategy.checkpoint_io._saver._stager
+    assert staged.nbytes < entries + 64 * (3 * len(live) + 1)
+
+
+def pointer(tensor: Any) -> int:
+    return tensor.to_local().data_ptr()
+
+
+def a_model_may_change_what_it_loads(directory: str) -> None:
+    """Whole tensors that on_load_checkpoint puts in the place of shards are cut to shards."""
+    fitted(trainer_for(SHARDED, saving(directory, filename="c")))
+    wanted = {name: torch.randn(shape) for name, shape in shapes().items()}
+
+    class Migrating(Sharded):
+        def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+            checkpoint["state_dict"].update(copy.deepcopy(wanted))
+
+    model = fitted(trainer_for(SHARDED), Migrating(), ckpt_path=f"{directory}/c.ckpt")
+    assert_same(whole(dict(model.state_dict())), {**wanted, "unit": torch.ones(3)})
+
+
+def shapes() -> dict[str, torch.Size]:
+    torch.manual_seed(5)  # the same values on every rank
+    return {name: value.shape for name, value in Sharded().named_parameters()}
+
+
+def a_shard_that_one_rank_misses_fails_all(directory: str) -> None:
+    """Only one rank reads the short file; the other learns of it, instead of waiting."""
+    fitted(trainer_for(SHARDED, saving(directory, filename="c")))
+    dist.barrier()
+    if dist.get_rank() == 0:
+        for name in os.listdir(f"{directory}/c.ckpt"):
+            if name.startswith("__1_"):
+                os.truncate(f"{directory}/c.ckpt/{name}", 10)
+    dist.barrier()
+    with pytest.raises(CheckpointError):
+        fitted(trainer_for(SHARDED), ckpt_path=f"{directory}/c.ckpt")
+
+
+class RowMeans(torch.optim.Optimizer):
+    """Keeps one number per row, and one per parameter: a sum over the ranks that is still open."""
+
+    def step(self, closure: Any = None) -> Any:
+        loss = closure()
+        for parameter in self.param_groups[0]["params"]:
+            state = self.state[parameter]
+            state["sum"] = parameter.grad.detach().sum().reshape(1)
+            if parameter.dim() == 1:
+                continue
+            means = parameter.grad.abs().mean(-1, keepdim=True)
+            state["means"] = state.get("means", means) * 0.5 + means * 0.5
+            with torch.no_grad():
+                parameter.sub_(state["means"] * 0.01)
+        return loss
+
+
+class Factored(Sharded):
+    def configure_optimizers(self) -> Any:
+        return RowMeans(self.parameters(), {})
+
+
+def moments_of_another_shape(directory: str) -> None:
+    """Factored moments, whose shape is not the parameter's, go on from a checkpoint."""
+    first = trainer_for(SHARDED, saving(directory, filename="c"))
+    fitted(first, Factored())
+    saved = whole(first.optimizers[0].state_dict())
+    second = trainer_for(SHARDED)
+    fitted(second, Factored(), ckpt_path=f"{directory}/c.ckpt")
+    assert_same(whole(second.optimizers[0].state_dict()), saved)
+    fitted(trainer_for(SHARDED, max_steps=3), Factored(), ckpt_path=f"{directory}/c.ckpt")
+
+
+def test_habits_of_the_host(tmp_path: Path) -> None:
+    """What works under DDP works under FSDP2; the checks' own sentences say what."""
+    checks = [
+        the_best_and_the_last_are_kept,
+        fit_honours_weights_only,
+        weights_alone,
+        nothing_is_copied_before_staging,
+        a_model_may_change_what_it_loads,
+        a_shard_that_one_rank_misses_fails_all,
+        moments_of_another_shape,
+    ]
+    run_checks(checks, tmp_path)
+
+
+def test_torchs_own_tools_read_it(tmp_path: Path) -> None:
+    """dcp.load into whole tensors, and dcp_to_torch_save; what is not sharded is there once."""
+    (state,) = run_jobs([Job("2x1", str(tmp_path), model=Sharded)], tmp_path, 2)
+    path = tmp_path / "c.ckpt"
+    reader = FileSystemReader(path)
+    metadata = reader.read_metadata()
+    chunks = {
+        key: len(entry.chunks)
+        for key, entry in metadata.state_dict_metadata.items()
+        if isinstance(entry, TensorStorageMetadata)
+    }
+    assert chunks["state_dict.layers.0.weight"] == 2
+    assert chunks["state_dict.unit"] == 1
+    assert {index.fqn for index in metadata.storage_data} >= chunks.keys()
+    loaded = {f"state_dict.{k}": torch.zeros_like(v) for k, v in state["model"].items()}
+    loaded["optimizer_states.0.state.layers.2.weight.exp_avg"] = torch.zeros(7, 8)
+    dcp.load(loaded, storage_reader=reader, no_dist=True)
+    for name, value in state["model"].items():
+        assert torch.equal(loaded[f"state_dict.{name}"], value), name
+    moment = state["optimizer"]["state"][2]["exp_avg"]
+    assert torch.equal(loaded["optimizer_states.0.state.layers.2.weight.exp_avg"], moment)
+    dcp_to_torch_save(path, tmp_path / "whole.pt")
+    converted = torch.load(tmp_path / "whole.pt", weights_only=False)
+    assert_same(converted["state_dict"], state["model"])

@@ -1,5 +1,7 @@
 """Cut a whole tensor to what this rank holds of it, without a word to the other ranks."""
 
+from typing import Any
+
 import torch
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -10,17 +12,18 @@ def sharded_like(value: torch.Tensor, like: DTensor) -> DTensor:
 
     Args:
         value: The whole tensor, the same on every rank.
-        like: Where it is of this shape, its sharding is taken; of another one (a factored moment
-            of the parameter ``like``) every rank keeps the whole.
+        like: Its sharding is taken in each dimension that is as long as its own; in others, as a
+            factored moment has, every rank keeps the whole.
     """
-    mesh, placements = like.device_mesh, like.placements
+    mesh = like.device_mesh
+    placements = [
+        placement if _applies(placement, value, like) else Replicate()
+        for placement in like.placements
+    ]
     local = value.detach()
-    if value.shape == like.shape:
-        sizes, starts = compute_local_shape_and_global_offset(value.shape, mesh, placements)
-        for dim, (size, start) in enumerate(zip(sizes, starts, strict=False)):
-            local = local.narrow(dim, min(start, value.shape[dim]), size)
-    else:
-        placements = (Replicate(),) * mesh.ndim
+    sizes, starts = compute_local_shape_and_global_offset(value.shape, mesh, placements)
+    for dim, (size, start) in enumerate(zip(sizes, starts, strict=True)):
+        local = local.narrow(dim, min(start, value.shape[dim]), size)
     return DTensor.from_local(
         # A copy: a view would keep the whole tensor in memory.
         local.to(like.to_local().device, copy=True).contiguous(),
@@ -30,6 +33,11 @@ def sharded_like(value: torch.Tensor, like: DTensor) -> DTensor:
         shape=value.shape,
         stride=torch.empty(value.shape, device="meta").stride(),
     )
+
+
+def _applies(placement: Any, value: torch.Tensor, like: DTensor) -> bool:
+    dim = getattr(placement, "dim", None)
+    return dim is not None and dim < value.dim() and value.shape[dim] == like.shape[dim]
 
 
 def fitted(value: object, like: object) -> object:

@@ -154,6 +154,9 @@ class _Taker:
         # Two dotted names can give one key; the second value then stays in the blob.
         if not _is_storable(value) or key in self.entries:
             return value
+        if isinstance(value, DTensor) and any(place.is_partial() for place in value.placements):
+            # Each rank holds a summand; DCP would save one rank's.
+            value = value.full_tensor()
         # Adam's steps, one for each parameter, cost more as entries than they weigh.
         if path[0] != "state_dict" and _is_cpu_scalar(value):
             packed, paths = self.scalars.setdefault(value.dtype, ([], []))
