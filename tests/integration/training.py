@@ -108,7 +108,7 @@ class Model(LightningModule):
 
 
 class Sharded(Model):
-    """Parallel in the way that the strategy's mesh says; seven rows do not divide.
+    """Parallel in the way that the strategy's mesh says; rows that do not divide.
 
     Under tensor parallel the last layer is whole on every rank, and the buffer always is.
     """
@@ -116,9 +116,9 @@ class Sharded(Model):
     def __init__(self, features: int = FEATURES) -> None:
         super().__init__()
         self.layers = torch.nn.Sequential(
-            torch.nn.Linear(features, 8),
+            torch.nn.Linear(features, 10),
             torch.nn.Dropout(0.3),
-            torch.nn.Linear(8, 7),
+            torch.nn.Linear(10, 7),
             torch.nn.Linear(7, 1),
         )
         self.register_buffer("unit", torch.ones(3))

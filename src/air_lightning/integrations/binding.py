@@ -211,7 +211,9 @@ class Binding:
         self._is_restored = is_lightnings
         if is_lightnings:
             path = volume_path.local_dir(target) or target
-            return self._load_lightnings(path, weights_only=weights_only), None
+            # Lightning before 2.6 does not know the argument.
+            options = {} if weights_only is None else {"weights_only": weights_only}
+            return self._load_lightnings(path, **options), None
         return self.io.load_shards(
             target, weights_only=weights_only, sharding=self._state.sharding()
         )
