@@ -46,6 +46,7 @@ class Run:
     ckpt_path: str | None = None
     validate: bool = False
     strategy: str = "ddp"  # see ``strategy_of``
+    accelerator: str = "cpu"
 
     @property
     def checkpoints(self) -> str:
@@ -195,7 +196,8 @@ def strategy_of(run: Run) -> Any:
     if run.strategy == "ddp":
         return "ddp" if run.world_size > 1 else "auto"
     if run.strategy == "fsdp1":
-        return FsdpOnCpu(auto_wrap_policy={torch.nn.Linear})
+        kind = FsdpOnCpu if run.accelerator == "cpu" else FSDPStrategy
+        return kind(auto_wrap_policy={torch.nn.Linear})
     data, tensor = map(int, run.strategy.split("x"))
     return ModelParallelStrategy(data_parallel_size=data, tensor_parallel_size=tensor)
 
@@ -235,7 +237,7 @@ def train(run: Run, *, extra: Sequence[Callback] = (), save_on_exception: bool =
         save_on_exception=save_on_exception,
     )
     trainer = Trainer(
-        accelerator="cpu",
+        accelerator=run.accelerator,
         devices=run.world_size,
         strategy=strategy_of(run),
         plugins=[AirCheckpointIO()],
