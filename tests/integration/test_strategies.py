@@ -29,7 +29,7 @@ from air_lightning.checkpoint.names import clean
 from conftest import Volume
 from integration.test_exact_resume import assert_resumes_exactly
 from integration.test_wiring import Samples, saving
-from integration.training import FsdpOnCpu, Run, Sharded, assert_same, strategy_of, whole
+from integration.training import FsdpOnCpu, Run, Sharded, assert_same, diary, strategy_of, whole
 from ranks import run_ranks
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
@@ -54,6 +54,11 @@ def test_killed_mid_epoch(numbers: str, tmp_path: Path, strategy: str, ranks: in
     """Killed in the middle of an epoch, a sharded run goes on bit for bit."""
     run = Run(numbers, "", strategy=strategy, world_size=ranks, every_n_steps=2)
     assert_resumes_exactly(replace(run, trainer=(("max_epochs", 2),)), tmp_path, kills=[4])
+    lines = diary(replace(run, directory=str(tmp_path / "broken")))
+    for (rank, batch), line in lines.items():
+        # Ranks that hold parts of one layer were given the same batch.
+        reader = max(other for other in run.readers if other <= rank)
+        assert {**line, "rank": reader} == lines[reader, batch]
 
 
 def test_killed_after_a_save_at_an_epochs_end(numbers: str, tmp_path: Path) -> None:

@@ -49,6 +49,12 @@ class Run:
     accelerator: str = "cpu"
 
     @property
+    def readers(self) -> list[int]:
+        """The ranks that read different files; others read what one of these does."""
+        tensor = int(self.strategy.partition("x")[2] or 1) if "x" in self.strategy else 1
+        return list(range(0, self.world_size, tensor))
+
+    @property
     def checkpoints(self) -> str:
         return f"{self.directory}/checkpoints"
 
@@ -135,15 +141,6 @@ class Sharded(Model):
         if data.size() > 1:
             fully_shard(self.layers[0], mesh=data)
             fully_shard(self.layers, mesh=data)
-
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        mesh = self.device_mesh
-        if mesh is not None and mesh["tensor_parallel"].size() > 1:
-            # The ranks that share a layer need one batch; the loader gives each rank its own.
-            torch.distributed.broadcast(
-                batch[1], group=mesh.get_group("tensor_parallel"), group_src=0
-            )
-        return super().training_step(batch, batch_idx)
 
 
 class FsdpOnCpu(FSDPStrategy):

@@ -34,7 +34,7 @@ from air_lightning.data.options import (
 )
 from air_lightning.data.passes import Pass, RoundRobinIter, TimedIterator
 from air_lightning.data.progress import Identity, Position, epoch_of, from_state, to_state
-from air_lightning.data.stream import Checkpointable, Grid, current_rank
+from air_lightning.data.stream import Checkpointable, Grid, data_rank
 from air_lightning.data.timing import WaitTimer, sending_paused
 from air_lightning.data.turns import Turns
 from air_lightning.data.worker import WorkerSide, stream_seed
@@ -203,7 +203,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         if hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(position.epoch)
         self._dataset_epoch = epoch_of(self.dataset)
-        seed = stream_seed(self.dataset, current_rank()[0])
+        seed = stream_seed(self.dataset, data_rank()[0])
         if self._side is None:
             self._side = WorkerSide(self.dataset)
         self._side.announce(position.epoch, seed)
@@ -257,7 +257,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         return position.batches + self._batches_left(position)
 
     def _batches_left(self, position: Position) -> int:
-        rank, world_size = current_rank()
+        rank, world_size = data_rank()
         streams = max(1, self.num_workers)
         dataset: Any = self.dataset
         batches = 0
@@ -334,7 +334,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
     def _identity(self) -> Identity:
         if self._files is None and hasattr(self.dataset, "file_list_state"):
             self._files = self.dataset.file_list_state()
-        rank, world_size = current_rank()
+        rank, world_size = data_rank()
         grid = (rank, world_size, self.num_workers)
         return Identity(*grid, self.batch_size, self._files, not self._carries)
 

@@ -5,6 +5,7 @@ Lightning's strategies call a CheckpointIO on rank 0 alone. What is bound here i
 
     Trainer(plugins=[AirCheckpointIO()])
       callbacks_factory()  (Lightning's entry point)  ->  AirAttach, a callback
+        setup: tensor parallel ranks will read the same files
         setup: process group is up, nothing is restored yet  ->  bind(trainer)
           the strategy's methods that save and load  ->  those of binding.Binding
         on_train_start: an epoch that was resumed at its last step is over
@@ -20,10 +21,12 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
+from air_lightning.data.stream import set_share
 from air_lightning.errors import InvalidArgumentError
 from air_lightning.integrations.binding import Binding
 from air_lightning.integrations.checkpoint_io import AirCheckpointIO
 from air_lightning.integrations.position import enter_next_epoch, start_next_pass
+from air_lightning.integrations.strategies import data_share
 
 _BINDING = "_air_lightning_binding"
 
@@ -39,6 +42,7 @@ class AirAttach(Callback):
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Bind before anything is restored."""
+        set_share(data_share(trainer.strategy))
         bind(trainer)
 
     @override

@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.strategies import ModelParallelStrategy
 
 from air_lightning.checkpoint.names import renamed
 from air_lightning.checkpoint.sharding import fitted
@@ -114,6 +115,17 @@ class ModelParallelState(ReplicatedState):
         states = checkpoint["optimizer_states"]
         for optimizer, state in zip(self.strategy.optimizers, states, strict=True):
             optimizer.load_state_dict(_fitted_moments(state, optimizer))
+
+
+def data_share(strategy: Any) -> tuple[int, int] | None:
+    """Which share of the data this rank reads, and of how many; None for one of its own.
+
+    Ranks that hold parts of one layer need the same batch.
+    """
+    if not isinstance(strategy, ModelParallelStrategy):
+        return None
+    told = strategy.distributed_sampler_kwargs
+    return int(told["rank"]), int(told["num_replicas"])
 
 
 def _fitted_moments(state: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
