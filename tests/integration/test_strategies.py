@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader as TorchDataLoader
 
-from air_lightning import AirCheckpointIO, CheckpointError, UnsafeCheckpointError
+from air_lightning import AirCheckpointIO, CheckpointError, UnsafeCheckpointError, list_checkpoints
 from air_lightning.checkpoint.names import clean
 from conftest import Volume
 from integration.test_exact_resume import assert_resumes_exactly
@@ -183,6 +183,17 @@ def test_checkpoints_move_between_strategies(tmp_path: Path) -> None:
         assert_same(state, saved[source], f"{job.resume} under {job.strategy}")
 
 
+@pytest.mark.parametrize("kind", ["NO_SHARD", "SHARD_GRAD_OP"])
+def test_kinds_of_fsdp1(tmp_path: Path, kind: str) -> None:
+    """FSDP1 that shards less than all saves the same, and its checkpoints move likewise."""
+    save = Job("fsdp1", str(tmp_path), options=(("sharding_strategy", kind),))
+    loads = [replace(save, resume=f"{tmp_path}/c.ckpt", strategy=s) for s in ("fsdp1", "ddp")]
+    loads[1] = replace(loads[1], options=())
+    saved, *resumed = run_jobs([save, *loads], tmp_path, 2)
+    for state in resumed:
+        assert_same(state, saved)
+
+
 def test_another_number_of_ranks(tmp_path: Path) -> None:
     """Checkpoints of two ranks resume on four, whose resume on two; every bit stays."""
     two, four = ["ddp", "2x1"], ["4x1", "2x2"]
@@ -310,6 +321,32 @@ def weights_alone(directory: str) -> None:
         fitted(trainer_for(SHARDED), ckpt_path=f"{directory}/w")
 
 
+def asked_for_one_file(directory: str) -> None:
+    """save_distributed_checkpoint=False makes no difference: the checkpoint is a directory."""
+    job = replace(SHARDED, options=(("save_distributed_checkpoint", False),))
+    fitted(trainer_for(job, saving(directory)))
+    dist.barrier()
+    (record,) = list_checkpoints(directory)
+    assert record.valid
+    assert record.world_size == 2
+
+
+def saving_before_the_first_step(directory: str) -> None:
+    """Asking a fresh optimizer for its state leaves it fresh, and so does loading that."""
+
+    class SaveAtStart(Callback):
+        def on_train_start(self, trainer: Any, module: Any) -> None:
+            if not os.path.exists(f"{directory}/fresh"):
+                trainer.save_checkpoint(f"{directory}/fresh")
+                trainer.strategy.checkpoint_io.wait()
+            assert not trainer.optimizers[0].state
+
+    dist.barrier()
+    fitted(trainer_for(SHARDED, SaveAtStart()))
+    dist.barrier()
+    fitted(trainer_for(SHARDED, SaveAtStart()), ckpt_path=f"{directory}/fresh")
+
+
 def nothing_is_copied_before_staging(directory: str) -> None:
     """What the strategy collects is the live memory, and a rank stages its own shards alone."""
     trainer = trainer_for(SHARDED, saving(directory))
@@ -401,6 +438,8 @@ def test_habits_of_the_host(tmp_path: Path) -> None:
         the_best_and_the_last_are_kept,
         fit_honours_weights_only,
         weights_alone,
+        asked_for_one_file,
+        saving_before_the_first_step,
         nothing_is_copied_before_staging,
         a_model_may_change_what_it_loads,
         a_shard_that_one_rank_misses_fails_all,
