@@ -279,12 +279,21 @@ def the_best_and_the_last_are_kept(directory: str) -> None:
     assert names == sorted({"last.ckpt", os.path.basename(best.best_model_path)}), names
     assert os.path.islink(f"{directory}/last.ckpt")
 
-    tested = Sharded()
-    tested.test_step = tested.validation_step
+    seen: list[str] = []
+
+    class Tested(Sharded):
+        test_step = Sharded.validation_step
+
+        def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+            seen.extend(checkpoint)
+
+    tested = Tested()
     loader = TorchDataLoader(Samples(), batch_size=2)
     trainer_for(SHARDED).test(tested, loader, ckpt_path=best.best_model_path, verbose=False)
     step = int(Path(best.best_model_path).stem.split("=")[1])
     assert_same(whole(dict(tested.state_dict())), weights[step])
+    assert "callbacks" in seen
+    assert "optimizer_states" not in seen  # not read where they have no use
 
 
 class Opaque:

@@ -37,6 +37,7 @@ def read_checkpoint(
     state_dict: Mapping[str, Any] | None = None,
     strict: bool = True,
     sharding: Mapping[str, Any] | None = None,
+    moments: bool = True,
 ) -> tuple[dict[str, Any], dict[str, Any] | None]:
     """Read back the checkpoint that ``to_entries`` turned into entries.
 
@@ -51,6 +52,7 @@ def read_checkpoint(
         strict: Whether missing and unexpected names are errors; other shapes always are.
         sharding: Live tensors by name, in the place of ``state_dict`` where nothing is to be
             compared, since the host may yet change what was loaded.
+        moments: Whether optimizer states are wanted; without, they are neither read nor there.
 
     Returns:
         The checkpoint dict, equal to what was saved, with its tensors on the CPU (DTensors where
@@ -67,6 +69,9 @@ def read_checkpoint(
     content = _checked_trainer(blobs[TRAINER_KEY], where)
     checkpoint: dict[str, Any] = content["checkpoint"]
     places = unpack_places(content["places"])
+    if not moments:
+        checkpoint.pop("optimizer_states", None)
+        places = [place for place in places if place.path[0] in checkpoint]
     sizes = {place.key: _tensor_metadata(metadata, place.key, where) for place in places}
     if state_dict is not None:
         # Each place in the model's state, by name, with the shape that was saved.
@@ -85,7 +90,8 @@ def read_checkpoint(
         put(checkpoint, place.path, _as_saved(tensors[place.key], place))
     for packed, paths in content["scalars"]:
         for path, scalar in zip(unpack_paths(paths), packed, strict=True):
-            put(checkpoint, path, scalar.clone())
+            if path[0] in checkpoint:
+                put(checkpoint, path, scalar.clone())
     return checkpoint, blobs[rank_key(rank)]
 
 

@@ -32,6 +32,7 @@ from lightning.pytorch.strategies import (
 )
 from lightning.pytorch.trainer.states import TrainerStatus
 
+from air_lightning.checkpoint.together import together
 from air_lightning.errors import (
     AirError,
     CheckpointMismatchError,
@@ -214,8 +215,17 @@ class Binding:
             # Lightning before 2.6 does not know the argument.
             options = {} if weights_only is None else {"weights_only": weights_only}
             return self._load_lightnings(path, **options), None
-        return self.io.load_shards(
-            target, weights_only=weights_only, sharding=self._state.sharding()
+        sharding = self._state.sharding()
+        # Ranks read different shards: one that fails alone would leave the others in a collective.
+        return together(
+            lambda: self.io.read(
+                target,
+                weights_only,
+                sharding=sharding,
+                moments=self._trainer.state.fn == "fit",
+            ),
+            f"Loading {target}",
+            self.io.group,
         )
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:

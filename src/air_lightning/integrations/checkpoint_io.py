@@ -32,7 +32,6 @@ from air_lightning.checkpoint.catalog import remove_checkpoint
 from air_lightning.checkpoint.dcp import UCVolumeReader, UCVolumeWriter
 from air_lightning.checkpoint.saver import AsyncSaver
 from air_lightning.checkpoint.state import read_checkpoint, to_entries
-from air_lightning.checkpoint.together import together
 from air_lightning.errors import InvalidArgumentError
 from air_lightning.volumes import path as volume_path
 from air_lightning.volumes.storage import open_storage
@@ -73,7 +72,7 @@ class AirCheckpointIO(CheckpointIO):
         self.verify = verify
         self.timeout_s = timeout_s
         self._saver: AsyncSaver | None = None
-        self._group: dist.ProcessGroup | None = None
+        self.group: dist.ProcessGroup | None = None
         self._world: object | None = None
         self._bound = False
 
@@ -95,12 +94,12 @@ class AirCheckpointIO(CheckpointIO):
         if self._saver is not None:
             self._saver.close()
         self._world = world
-        self._group = None
+        self.group = None
         if world is not None:
             timeout = timedelta(seconds=self.timeout_s)
-            self._group = dist.new_group(backend="gloo", timeout=timeout)
+            self.group = dist.new_group(backend="gloo", timeout=timeout)
         self._saver = AsyncSaver(
-            process_group=self._group, no_dist=world is None, timeout_s=self.timeout_s
+            process_group=self.group, no_dist=world is None, timeout_s=self.timeout_s
         )
 
     def save_on_all_ranks(
@@ -234,31 +233,18 @@ class AirCheckpointIO(CheckpointIO):
         target = self._resolve(path)
         if self._is_file(target):
             return self._load_file(target, weights_only), None
-        return self._read(target, weights_only, None)
+        return self.read(target, weights_only)
 
-    def load_shards(
-        self, target: str, *, weights_only: bool | None, sharding: Mapping[str, torch.Tensor]
+    def read(
+        self, target: str, weights_only: bool | None, **options: Any
     ) -> tuple[dict[str, Any], dict[str, Any] | None]:
-        """Load like ``load_on_this_rank``, but of each tensor only what this rank needs of it.
-
-        Every rank calls this, after ``wait``, with what ``locate`` said on one of them.
+        """Read a checkpoint directory of this package, by this process alone.
 
         Args:
-            target: A checkpoint directory of this package.
+            target: The directory, from ``locate``.
             weights_only: As of ``torch.load``, for the blobs; None means True.
-            sharding: The live parameters by name; where they are DTensors, so is what is loaded.
-
-        Raises:
-            CheckpointError: It failed on this rank or on another one.
+            **options: Of ``read_checkpoint``.
         """
-        # Ranks read different shards: one that fails alone would leave the others in a collective.
-        return together(
-            lambda: self._read(target, weights_only, sharding), f"Loading {target}", self._group
-        )
-
-    def _read(
-        self, target: str, weights_only: bool | None, sharding: Mapping[str, torch.Tensor] | None
-    ) -> tuple[dict[str, Any], dict[str, Any] | None]:
         reader = UCVolumeReader(target, verify=self.verify, storage_options=self.storage_options)
         rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
         return read_checkpoint(
@@ -267,7 +253,7 @@ class AirCheckpointIO(CheckpointIO):
             weights_only=weights_only,
             process_group=None,
             no_dist=True,
-            sharding=sharding,
+            **options,
         )
 
     def locate(self, path: PathLike) -> tuple[str, bool]:
