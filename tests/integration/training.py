@@ -13,6 +13,15 @@ import numpy as np
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 from torch.utils.data import IterableDataset
 
 from air_lightning import AirCheckpointIO, AirDataModule, AirResume
@@ -36,6 +45,14 @@ class Run:
     save_at_epoch_end: bool = False
     ckpt_path: str | None = None
     validate: bool = False
+    strategy: str = "ddp"  # see ``strategy_of``
+    accelerator: str = "cpu"
+
+    @property
+    def readers(self) -> list[int]:
+        """The ranks that read different files; others read what one of these does."""
+        tensor = int(self.strategy.partition("x")[2] or 1) if "x" in self.strategy else 1
+        return list(range(0, self.world_size, tensor))
 
     @property
     def checkpoints(self) -> str:
@@ -97,6 +114,42 @@ class Model(LightningModule):
         return [optimizer], [{"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.9)}]
 
 
+class Sharded(Model):
+    """Parallel in the way that the strategy's mesh says; rows that do not divide.
+
+    Under tensor parallel the last layer is whole on every rank, and the buffer always is.
+    """
+
+    def __init__(self, features: int = FEATURES) -> None:
+        super().__init__()
+        self.layers = torch.nn.Sequential(
+            torch.nn.Linear(features, 10),
+            torch.nn.Dropout(0.3),
+            torch.nn.Linear(10, 7),
+            torch.nn.Linear(7, 1),
+        )
+        self.register_buffer("unit", torch.ones(3))
+
+    def configure_model(self) -> None:
+        if self.device_mesh is None or isinstance(self.layers[0].weight, DTensor):
+            return
+        data, tensor = self.device_mesh["data_parallel"], self.device_mesh["tensor_parallel"]
+        if tensor.size() > 1:
+            parallelize_module(
+                self.layers, tensor, {"0": ColwiseParallel(), "2": RowwiseParallel()}
+            )
+        if data.size() > 1:
+            fully_shard(self.layers[0], mesh=data)
+            fully_shard(self.layers, mesh=data)
+
+
+class FsdpOnCpu(FSDPStrategy):
+    """FSDP1 on gloo ranks: Lightning refuses FSDPStrategy itself without GPUs, not a subclass."""
+
+    def _setup_model(self, model: Any) -> Any:
+        return FullyShardedDataParallel(model, device_id=torch.device("cpu"), **self.kwargs)
+
+
 class Diary(Callback):
     """Writes a line for each batch that was trained on, and kills the run at a given batch."""
 
@@ -135,6 +188,30 @@ class Validated(Callback):
             validated.write(json.dumps(line) + "\n")
 
 
+def strategy_of(run: Run) -> Any:
+    """``ddp``, ``fsdp1``, or ``<data parallel>x<tensor parallel>`` for ModelParallelStrategy."""
+    if run.strategy == "ddp":
+        return "ddp" if run.world_size > 1 else "auto"
+    if run.strategy == "fsdp1":
+        kind = FsdpOnCpu if run.accelerator == "cpu" else FSDPStrategy
+        return kind(auto_wrap_policy={torch.nn.Linear})
+    data, tensor = map(int, run.strategy.split("x"))
+    return ModelParallelStrategy(data_parallel_size=data, tensor_parallel_size=tensor)
+
+
+def whole(state: Any) -> Any:
+    """Each sharded tensor as the whole one, through dicts and lists; some on rank 0 alone."""
+    if isinstance(state, DTensor):
+        return state.full_tensor()
+    if isinstance(state, ShardedTensor):
+        gathered = torch.zeros(state.size())
+        state.gather(0, gathered if torch.distributed.get_rank() == 0 else None)
+        return gathered
+    if isinstance(state, dict):
+        return {key: whole(value) for key, value in state.items()}
+    return [whole(item) for item in state] if isinstance(state, list) else state
+
+
 def train(run: Run, *, extra: Sequence[Callback] = (), save_on_exception: bool = False) -> None:
     """One attempt: resumes by itself, trains to the end or to its kill."""
     os.makedirs(run.directory, exist_ok=True)
@@ -148,7 +225,7 @@ def train(run: Run, *, extra: Sequence[Callback] = (), save_on_exception: bool =
         pattern="*.txt",
     )
     data.has_length = run.has_length
-    model = Model()
+    model = Sharded() if run.strategy != "ddp" else Model()
     checkpoint = ModelCheckpoint(
         dirpath=run.checkpoints,
         every_n_train_steps=None if run.save_at_epoch_end else run.every_n_steps,
@@ -157,9 +234,9 @@ def train(run: Run, *, extra: Sequence[Callback] = (), save_on_exception: bool =
         save_on_exception=save_on_exception,
     )
     trainer = Trainer(
-        accelerator="cpu",
+        accelerator=run.accelerator,
         devices=run.world_size,
-        strategy="ddp" if run.world_size > 1 else "auto",
+        strategy=strategy_of(run),
         plugins=[AirCheckpointIO()],
         callbacks=[AirResume(), checkpoint, Diary(run), *extra],
         logger=False,
@@ -169,7 +246,12 @@ def train(run: Run, *, extra: Sequence[Callback] = (), save_on_exception: bool =
     )
     trainer.fit(model, datamodule=data, ckpt_path=run.ckpt_path)
     optimizer = trainer.optimizers[0].state_dict()
-    result = {"model": model.state_dict(), "optimizer": optimizer}
+    if run.strategy == "fsdp1":  # what the parameters of the module are now is FSDP1's own affair
+        model_state = whole(trainer.strategy.lightning_module_state_dict())
+        optimizer = trainer.strategy.optimizer_state(trainer.optimizers[0])
+    else:
+        model_state = whole(dict(model.state_dict()))
+    result = {"model": model_state, "optimizer": whole(optimizer)}
     torch.save(result, f"{run.directory}/result-{trainer.global_rank}.pt")
 
 

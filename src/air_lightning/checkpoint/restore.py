@@ -13,6 +13,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.distributed.tensor import DTensor
 
 from air_lightning.checkpoint.compare import compare_models
+from air_lightning.checkpoint.names import clean
 from air_lightning.checkpoint.places import (
     TRAINER_KEY,
     VERSION,
@@ -35,6 +36,8 @@ def read_checkpoint(
     no_dist: bool,
     state_dict: Mapping[str, Any] | None = None,
     strict: bool = True,
+    sharding: Mapping[str, Any] | None = None,
+    moments: bool = True,
 ) -> tuple[dict[str, Any], dict[str, Any] | None]:
     """Read back the checkpoint that ``to_entries`` turned into entries.
 
@@ -47,6 +50,9 @@ def read_checkpoint(
         state_dict: The live model's. It is compared with the checkpoint before tensors are read,
             and where it holds DTensors, theirs is the sharding of what is loaded.
         strict: Whether missing and unexpected names are errors; other shapes always are.
+        sharding: Live tensors by name, in the place of ``state_dict`` where nothing is to be
+            compared, since the host may yet change what was loaded.
+        moments: Whether optimizer states are wanted; without, they are neither read nor there.
 
     Returns:
         The checkpoint dict, equal to what was saved, with its tensors on the CPU (DTensors where
@@ -63,6 +69,9 @@ def read_checkpoint(
     content = _checked_trainer(blobs[TRAINER_KEY], where)
     checkpoint: dict[str, Any] = content["checkpoint"]
     places = unpack_places(content["places"])
+    if not moments:
+        checkpoint.pop("optimizer_states", None)
+        places = [place for place in places if place.path[0] in checkpoint]
     sizes = {place.key: _tensor_metadata(metadata, place.key, where) for place in places}
     if state_dict is not None:
         # Each place in the model's state, by name, with the shape that was saved.
@@ -73,14 +82,16 @@ def read_checkpoint(
         }
         names = list(checkpoint.get("state_dict") or ())
         compare_models(names, shapes, state_dict, strict=strict, where=where)
-    tensors = {place.key: _target(place, sizes[place.key], state_dict) for place in places}
+    live = {clean(name): tensor for name, tensor in (sharding or state_dict or {}).items()}
+    tensors = {place.key: _target(place, sizes[place.key], live) for place in places}
     planner = LoadPlanner(weights_only=weights_only)
     load(tensors, reader, planner, process_group=process_group, no_dist=no_dist)
     for place in places:
         put(checkpoint, place.path, _as_saved(tensors[place.key], place))
     for packed, paths in content["scalars"]:
         for path, scalar in zip(unpack_paths(paths), packed, strict=True):
-            put(checkpoint, path, scalar.clone())
+            if path[0] in checkpoint:
+                put(checkpoint, path, scalar.clone())
     return checkpoint, blobs[rank_key(rank)]
 
 
@@ -108,14 +119,12 @@ def _tensor_metadata(metadata: Metadata, key: str, where: str) -> TensorStorageM
     return found
 
 
-def _target(
-    place: Place, saved: TensorStorageMetadata, state_dict: Mapping[str, Any] | None
-) -> torch.Tensor:
+def _target(place: Place, saved: TensorStorageMetadata, live: Mapping[str, Any]) -> torch.Tensor:
     """Return an empty tensor to load into."""
     dtype = saved.properties.dtype
-    live = (state_dict or {}).get(place.like or "")
-    if isinstance(live, DTensor) and live.shape == saved.size:
-        return torch.empty_like(live, dtype=dtype, requires_grad=False)
+    like = live.get(clean(place.like or ""))
+    if isinstance(like, DTensor) and like.shape == saved.size:
+        return torch.empty_like(like, dtype=dtype, requires_grad=False)
     if place.stride is not None:
         return torch.empty_strided(saved.size, place.stride, dtype=dtype)
     return torch.empty(saved.size, dtype=dtype)

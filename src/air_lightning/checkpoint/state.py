@@ -20,6 +20,7 @@ from typing import Any, TypeAlias
 import torch
 from torch.distributed.tensor import DTensor
 
+from air_lightning.checkpoint.names import clean
 from air_lightning.checkpoint.places import TRAINER_KEY, VERSION, Path, Place, pack, rank_key
 from air_lightning.checkpoint.planner import LoadPlanner, SavePlanner, SerializedBlob
 from air_lightning.checkpoint.restore import read_checkpoint
@@ -86,9 +87,9 @@ def to_entries(
         rank_blob: What only this rank knows.
 
     Returns:
-        ``state_dict.<name>``, ``optimizer_states.<i>.state.<parameter>.<name>``, on rank 0
-        ``air.trainer``, and ``air.rank.<rank>``. A blob that cannot be serialized carries its
-        error, which the save then raises on every rank.
+        ``state_dict.<name>``, ``optimizer_states.<i>.state.<parameter>.<name>`` (names without
+        those of wrappers), on rank 0 ``air.trainer``, and ``air.rank.<rank>``. A blob that cannot
+        be serialized carries its error, which the save then raises on every rank.
     """
     taker = _Taker()
     rest = dict(checkpoint)
@@ -121,7 +122,8 @@ class _Taker:
             return state
         left = _shell(state)
         for name, value in state.items():
-            left[name] = self._take(value, f"state_dict.{name}", ("state_dict", name), str(name))
+            known = clean(str(name))
+            left[name] = self._take(value, f"state_dict.{known}", ("state_dict", name), known)
         return left
 
     def take_optimizer(self, i: int, state: Any, names: Mapping[int, str] | None) -> Any:
@@ -131,12 +133,12 @@ class _Taker:
         left = dict(state)
         left["state"] = _shell(state["state"])
         for number, value in state["state"].items():
-            name = names.get(number)
-            key, path = f"optimizer_states.{i}.state.{name}", ("optimizer_states", i, "state")
-            known = name is not None
-            left["state"][number] = (
-                self._take(value, key, (*path, number), str(name)) if known else value
-            )
+            if number not in names:
+                left["state"][number] = value
+                continue
+            name, path = clean(names[number]), ("optimizer_states", i, "state", number)
+            key = f"optimizer_states.{i}.state.{name}"
+            left["state"][number] = self._take(value, key, path, name)
         return left
 
     def _take(self, value: Any, key: str, path: Path, like: str) -> Any:
@@ -152,6 +154,9 @@ class _Taker:
         # Two dotted names can give one key; the second value then stays in the blob.
         if not _is_storable(value) or key in self.entries:
             return value
+        if isinstance(value, DTensor) and any(place.is_partial() for place in value.placements):
+            # Each rank holds a summand; DCP would save one rank's.
+            value = value.full_tensor()
         # Adam's steps, one for each parameter, cost more as entries than they weigh.
         if path[0] != "state_dict" and _is_cpu_scalar(value):
             packed, paths = self.scalars.setdefault(value.dtype, ([], []))

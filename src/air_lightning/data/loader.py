@@ -36,7 +36,7 @@ from air_lightning.data.options import (
 )
 from air_lightning.data.passes import Pass, RoundRobinIter, TimedIterator
 from air_lightning.data.progress import Identity, Position, epoch_of, to_state
-from air_lightning.data.stream import Checkpointable, current_rank
+from air_lightning.data.stream import Checkpointable, data_rank
 from air_lightning.data.timing import WaitTimer, sending_paused
 from air_lightning.data.turns import Turns
 from air_lightning.data.worker import WorkerSide, stream_seed
@@ -212,7 +212,7 @@ class DataLoader(Observed, torch.utils.data.DataLoader[T_co]):
         if hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(position.epoch)
         self._dataset_epoch = epoch_of(self.dataset)
-        seed = stream_seed(self.dataset, current_rank()[0], len(position.before))
+        seed = stream_seed(self.dataset, data_rank()[0], len(position.before))
         if self._side is None:
             self._side = WorkerSide(self.dataset)
         self._side.announce(position.epoch, seed)
@@ -342,7 +342,7 @@ class DataLoader(Observed, torch.utils.data.DataLoader[T_co]):
         if self._files is None and hasattr(self.dataset, "file_list_state"):
             self._files = self.dataset.file_list_state()
         order = self.dataset.order_state() if hasattr(self.dataset, "order_state") else None
-        place = (*current_rank(), self.num_workers, self.batch_size, self._files)
+        place = (*data_rank(), self.num_workers, self.batch_size, self._files)
         return Identity(*place, not self._carries, order, self.drop_last)
 
     @property

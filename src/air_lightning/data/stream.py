@@ -29,8 +29,8 @@ class Grid(NamedTuple):
     """The place of one stream among all streams.
 
     Attributes:
-        rank: This process's rank.
-        world_size: Number of ranks.
+        rank: This process's rank, among those that read different files.
+        world_size: Number of such ranks.
         worker: The worker within the rank.
         num_workers: Workers of each rank; 1 where the process itself makes the items.
     """
@@ -72,9 +72,28 @@ def current_rank() -> tuple[int, int]:
     return 0, 1
 
 
+def data_rank() -> tuple[int, int]:
+    """Which share of the data this process reads, and of how many; by default its rank's."""
+    return current_rank() if _share is None else _share
+
+
+# (share, shares), inherited by forked workers.
+_share: tuple[int, int] | None = None
+
+
+def set_share(share: tuple[int, int] | None) -> None:
+    """Let this process read what other ranks read too: those that hold parts of one layer.
+
+    Args:
+        share: The share and the number of shares; None for one of each rank's own.
+    """
+    global _share  # noqa: PLW0603 - who a process is, is a fact about the process
+    _share = share
+
+
 def current_grid() -> Grid:
     """The stream that the calling process stands for right now."""
-    rank, world_size = current_rank()
+    rank, world_size = data_rank()
     if _override is not None and _override[0] == os.getpid():
         return Grid(rank, world_size, *_override[1:])
     info = get_worker_info()

@@ -28,7 +28,7 @@ from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from typing_extensions import override
 
 from air_lightning.checkpoint import attempt
-from air_lightning.checkpoint.catalog import remove_checkpoint, verify_checkpoint
+from air_lightning.checkpoint.catalog import remove_checkpoint
 from air_lightning.checkpoint.dcp import UCVolumeReader, UCVolumeWriter
 from air_lightning.checkpoint.saver import AsyncSaver
 from air_lightning.checkpoint.state import read_checkpoint, to_entries
@@ -43,7 +43,8 @@ class AirCheckpointIO(CheckpointIO):
     """Saves a Trainer's checkpoints asynchronously, by every rank, as DCP directories.
 
     ``Trainer(plugins=[AirCheckpointIO()])`` is enough: a callback that Lightning finds through an
-    entry point binds the Trainer's strategy to this plugin (single device and DDP).
+    entry point binds the Trainer's strategy to this plugin (single device, DDP, model parallel,
+    FSDP).
 
     Args:
         storage_options: Options for fsspec when a checkpoint path is a URL.
@@ -71,7 +72,7 @@ class AirCheckpointIO(CheckpointIO):
         self.verify = verify
         self.timeout_s = timeout_s
         self._saver: AsyncSaver | None = None
-        self._group: dist.ProcessGroup | None = None
+        self.group: dist.ProcessGroup | None = None
         self._world: object | None = None
         self._bound = False
 
@@ -93,12 +94,12 @@ class AirCheckpointIO(CheckpointIO):
         if self._saver is not None:
             self._saver.close()
         self._world = world
-        self._group = None
+        self.group = None
         if world is not None:
             timeout = timedelta(seconds=self.timeout_s)
-            self._group = dist.new_group(backend="gloo", timeout=timeout)
+            self.group = dist.new_group(backend="gloo", timeout=timeout)
         self._saver = AsyncSaver(
-            process_group=self._group, no_dist=world is None, timeout_s=self.timeout_s
+            process_group=self.group, no_dist=world is None, timeout_s=self.timeout_s
         )
 
     def save_on_all_ranks(
@@ -232,19 +233,38 @@ class AirCheckpointIO(CheckpointIO):
         target = self._resolve(path)
         if self._is_file(target):
             return self._load_file(target, weights_only), None
+        return self.read(target, weights_only)
+
+    def read(
+        self, target: str, weights_only: bool | None, **options: Any
+    ) -> tuple[dict[str, Any], dict[str, Any] | None]:
+        """Read a checkpoint directory of this package, by this process alone.
+
+        Args:
+            target: The directory, from ``locate``.
+            weights_only: As of ``torch.load``, for the blobs; None means True.
+            **options: Of ``read_checkpoint``.
+        """
         reader = UCVolumeReader(target, verify=self.verify, storage_options=self.storage_options)
         rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
         return read_checkpoint(
-            reader, rank=rank, weights_only=weights_only, process_group=None, no_dist=True
+            reader,
+            rank=rank,
+            weights_only=weights_only,
+            process_group=None,
+            no_dist=True,
+            **options,
         )
 
-    def world_size_of(self, path: PathLike) -> int | None:
-        """The number of ranks that saved a checkpoint; None for one that does not say."""
+    def locate(self, path: PathLike) -> tuple[str, bool]:
+        """Where the checkpoint of this path is now, and whether Lightning itself wrote it.
+
+        That is a single file, or a directory of one of its sharded strategies.
+        """
         target = self._resolve(path)
-        if self._is_file(target):
-            return None
-        record = verify_checkpoint(target, storage_options=self.storage_options)
-        return record.world_size
+        local = volume_path.local_dir(target)
+        sharded = local is not None and os.path.isfile(os.path.join(local, "meta.pt"))
+        return target, sharded or self._is_file(target)
 
     @override
     def remove_checkpoint(self, path: PathLike) -> None:

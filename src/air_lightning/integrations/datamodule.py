@@ -17,7 +17,7 @@ from air_lightning.data.dataset import UCVolumeDataset
 from air_lightning.data.listing import compile_pattern
 from air_lightning.data.loader import DataLoader
 from air_lightning.data.options import resolve_prefetch, resolve_workers, whole
-from air_lightning.data.stream import current_rank
+from air_lightning.data.stream import data_rank
 from air_lightning.errors import InvalidArgumentError
 from air_lightning.volumes import path as volume_path
 
@@ -159,7 +159,7 @@ class AirDataModule(LightningDataModule):
                 f"{sorted(self.paths)} only; add {stage}=<path>."
             )
         # Asked here, when the Trainer wants the loader: in __init__ no process group exists.
-        _, world_size = current_rank()
+        _, world_size = data_rank()
         uneven = self.uneven or ("pad" if world_size > 1 else "keep")
         key = (stage, shuffle, uneven)
         if key not in self._listed:

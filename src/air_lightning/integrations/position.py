@@ -11,8 +11,9 @@ batch that was not trained on. Here every rank keeps its own, in one blob of the
                                     creating iterators draws from torch's generator
 """
 
+import logging
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from lightning.pytorch.loops.loop import _Loop
 
@@ -21,6 +22,8 @@ from air_lightning.data.loader import DataLoader
 from air_lightning.errors import GridMismatchError, NotCheckpointableError, StateError
 
 BLOB_VERSION = 1
+
+logger = logging.getLogger("air_lightning")
 
 
 def position(trainer: Any, rng: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -43,6 +46,23 @@ def position(trainer: Any, rng: Mapping[str, Any] | None = None) -> dict[str, An
         "validation_epochs": [getattr(x, "epoch", None) for x in _loaders(_validation(loop))],
         "rng": rng or capture_rng_state(),
     }
+
+
+class Origin(NamedTuple):
+    """What all ranks must know of the run that saved a checkpoint."""
+
+    version: Any
+    world_size: int
+    has_positions: bool  # of loaders, which belong to that world size
+
+    @classmethod
+    def of(cls, blob: Mapping[str, Any] | None) -> "Origin | None":
+        """As a rank's blob tells it; None without a blob."""
+        if not blob:
+            return None
+        states = blob.get("loaders") or ()
+        has_positions = any(state is not None for state in states)
+        return cls(blob.get("version"), blob.get("world_size", 0), has_positions)
 
 
 def start_next_pass(trainer: Any) -> None:
@@ -95,29 +115,32 @@ class Restorer:
         loop._load_combined_loader_states = self._load_loaders
         loop.epoch_loop._on_after_fetch = self._on_after_fetch
 
-    def arm(self, blob: Mapping[str, Any] | None, world_size: int | None = None) -> None:
+    def arm(self, blob: Mapping[str, Any] | None, origin: Origin | None) -> None:
         """Keep a loaded blob until the loaders and the first batch are there.
 
         Args:
             blob: This rank's blob, or None when the checkpoint has none of this rank.
-            world_size: Without a blob: the world size that the checkpoint was taken with; None
-                when it does not say, as Lightning's own files.
+            origin: What rank 0's blob says, so that every rank decides alike: one that the
+                checkpoint does not know would else wait for those that raised. None where there
+                is no blob, as in Lightning's own files.
 
         Raises:
             StateError: The blob has a version that is not known here.
-            GridMismatchError: The checkpoint was taken with another world size.
+            GridMismatchError: The loader positions are of another world size.
         """
-        if not blob:
-            self._refuse_other_world(world_size)
+        if origin is None:
             return
-        if blob.get("version") != BLOB_VERSION:
+        if origin.version != BLOB_VERSION:
             raise StateError(
-                f"The per-rank state has version {blob.get('version')!r}; this release reads "
+                f"The per-rank state has version {origin.version!r}; this release reads "
                 f"version {BLOB_VERSION}. Load it with the release that wrote it."
             )
-        self._refuse_other_world(blob["world_size"])
-        self._loaders_due, self._rng_due = blob, blob["rng"]
-        self._validation_due = blob["validation_epochs"]
+        here = self._trainer.world_size
+        if origin.world_size != here:
+            self._go_on_elsewhere(origin, here)
+        elif blob:
+            self._loaders_due, self._rng_due = blob, blob["rng"]
+            self._validation_due = blob["validation_epochs"]
 
     def position(self) -> dict[str, Any]:
         """The blob of this rank; the batch being trained on, if one is, counts as not begun."""
@@ -131,13 +154,19 @@ class Restorer:
             if isinstance(loader, DataLoader) and epoch is not None:
                 loader.set_epoch(epoch)
 
-    def _refuse_other_world(self, world_size: int | None) -> None:
-        here = self._trainer.world_size
-        if world_size not in (None, here):
+    def _go_on_elsewhere(self, origin: "Origin", here: int) -> None:
+        if origin.has_positions:
             raise GridMismatchError(
-                f"The checkpoint was taken with {world_size} ranks, and this run has {here}: the "
-                f"loader positions of another grid would skip and repeat files. Start with "
-                f"{world_size} ranks, or begin a new epoch from its weights alone."
+                f"The checkpoint was taken with {origin.world_size} ranks, and this run has "
+                f"{here}: the loader positions of another grid would skip and repeat files. Start "
+                f"with {origin.world_size} ranks, or begin a new epoch from its weights alone."
+            )
+        if self._trainer.is_global_zero:
+            logger.info(
+                "The checkpoint was taken with %d ranks, and this run has %d: random generators "
+                "begin anew.",
+                origin.world_size,
+                here,
             )
 
     def _load_loaders(self) -> None:

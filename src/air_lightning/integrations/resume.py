@@ -22,8 +22,10 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from typing_extensions import override
 
 from air_lightning.checkpoint.catalog import find_latest_valid, verify_checkpoint
+from air_lightning.data.stream import set_share
 from air_lightning.errors import AirError, CheckpointError, InvalidArgumentError
 from air_lightning.integrations.attach import AirAttach, bind
+from air_lightning.integrations.strategies import data_share
 from air_lightning.volumes import path as volume_path
 
 logger = logging.getLogger("air_lightning")
@@ -67,6 +69,7 @@ class AirResume(AirAttach):
         Raises:
             InvalidArgumentError: The Trainer has no AirCheckpointIO.
         """
+        set_share(data_share(trainer.strategy))
         if bind(trainer) is None:
             raise InvalidArgumentError(
                 "AirResume needs Trainer(plugins=[AirCheckpointIO()]); this Trainer saves through "

@@ -1,0 +1,288 @@
+"""The methods that replace those of one strategy instance, so that every rank saves and loads.
+
+Each call of the host takes these steps, on every rank::
+
+    save_checkpoint             wait for the save in flight; agree on the path; take this rank's
+                                position; AirCheckpointIO stages, the rest is in the background
+    load_checkpoint             the checkpoint; this rank's blob -> Restorer
+                                sharded: rank 0 finds it, and each rank reads what it holds of it
+    load_model_state_dict       the weights; a checkpoint of another model names the keys
+    load_optimizer_state_dict   the moments; sharded strategies are never asked by Lightning, and
+                                get them with the weights
+
+``strategies.py`` knows what differs between the strategies.
+"""
+
+import logging
+import os
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.strategies import (
+    DDPStrategy,
+    DeepSpeedStrategy,
+    FSDPStrategy,
+    ModelParallelStrategy,
+    SingleDeviceStrategy,
+    SingleDeviceXLAStrategy,
+    XLAStrategy,
+)
+from lightning.pytorch.trainer.states import TrainerStatus
+
+from air_lightning.checkpoint.together import together
+from air_lightning.errors import (
+    AirError,
+    CheckpointMismatchError,
+    InvalidArgumentError,
+    SaveFailedError,
+)
+from air_lightning.integrations.checkpoint_io import AirCheckpointIO
+from air_lightning.integrations.position import Origin, Restorer
+from air_lightning.integrations.strategies import ModelParallelState, ReplicatedState
+from air_lightning.volumes import path as volume_path
+
+logger = logging.getLogger("air_lightning")
+
+_T = TypeVar("_T")
+
+_SUPPORTED = (SingleDeviceStrategy, DDPStrategy, ModelParallelStrategy, FSDPStrategy)
+# Subclasses of those above that keep their state elsewhere.
+_REFUSED = (DeepSpeedStrategy, XLAStrategy, SingleDeviceXLAStrategy)
+
+
+def state_of(strategy: Any) -> ReplicatedState:
+    """Bind what belongs to the kind of this strategy.
+
+    Raises:
+        InvalidArgumentError: It is of no kind whose state this release can save.
+    """
+    if not isinstance(strategy, _SUPPORTED) or isinstance(strategy, _REFUSED):
+        raise InvalidArgumentError(
+            f"AirCheckpointIO was given to a Trainer with {type(strategy).__name__}; this release "
+            f"saves under {', '.join(kind.__name__ for kind in _SUPPORTED)} and their subclasses "
+            "(not DeepSpeed, not XLA). Choose one of these, or leave the plugin out."
+        )
+    if isinstance(strategy, FSDPStrategy):
+        # Not at the top: it needs private classes of torch's that no other strategy does.
+        from air_lightning.integrations.fsdp import FsdpState
+
+        return FsdpState(strategy)
+    is_sharded = isinstance(strategy, ModelParallelStrategy)
+    return ModelParallelState(strategy) if is_sharded else ReplicatedState(strategy)
+
+
+def as_written(dirpath: str) -> str:
+    """The path that was given as ``ModelCheckpoint(dirpath=...)``.
+
+    Lightning takes ``dbfs:/...`` and ``file:///...`` for relative paths, and would save below the
+    working directory: on a cluster, on a disk that goes with the machine.
+    """
+    prefix = os.getcwd().rstrip("/") + "/"
+    rest = dirpath.removeprefix(prefix)
+    if rest == dirpath:
+        return dirpath
+    if rest.startswith("dbfs:/"):
+        return volume_path.normalize(rest)
+    if rest.startswith("file:/"):
+        return rest.removeprefix("file:")
+    return dirpath
+
+
+class Binding:
+    """The methods that replace those of one strategy instance."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        strategy: Any = trainer.strategy
+        self._state = state_of(strategy)
+        self.weights_only: bool | None = None
+        self.io: AirCheckpointIO = strategy.checkpoint_io
+        self._trainer: Any = trainer
+        self._strategy = strategy
+        self._restorer = Restorer(trainer)
+        self._load_lightnings = strategy.load_checkpoint
+        self._is_restored = False
+        self._prepared = False
+        for callback in trainer.checkpoint_callbacks:
+            if isinstance(callback, ModelCheckpoint):
+                self._adopt(callback)
+        strategy.save_checkpoint = self.save_checkpoint
+        strategy.load_checkpoint = self.load_checkpoint
+        strategy.load_model_state_dict = self.load_model_state_dict
+        strategy.load_optimizer_state_dict = self.load_optimizer_state_dict
+
+    def _adopt(self, callback: Any) -> None:
+        """Correct what a ModelCheckpoint does only right with files that are there at once."""
+        if callback.dirpath is not None:
+            callback.dirpath = as_written(callback.dirpath)
+        # Lightning links at the call, when the directory of an asynchronous save is not there.
+        callback._link_checkpoint = self._link
+
+    def _link(self, trainer: Trainer, filepath: str, linkpath: str) -> None:
+        if trainer.is_global_zero and filepath != linkpath:
+            self.io.link(filepath, linkpath)
+        trainer.strategy.barrier()
+
+    def restore_validation(self) -> None:
+        """Put the validation loaders where they were, once they are there."""
+        self._restorer.restore_validation()
+
+    def prepare_once(self) -> None:
+        """Allocate staging memory in the background, once the optimizers have their states."""
+        optimizers = self._strategy.optimizers
+        states = [state for optimizer in optimizers for state in optimizer.state.values()]
+        if self._prepared or not states:
+            return
+        self._prepared = True
+        weights = self._state.weights_here()
+        moments = [value for state in states for value in state.values()]
+        self.io.prepare(
+            [
+                value
+                for value in [*weights, *moments]
+                if isinstance(value, torch.Tensor) and value.dim() > 0
+            ]
+        )
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None
+    ) -> None:
+        """Every rank's part of a save."""
+        self._wait_for_last_save()
+        # The name may hold a metric that differs in the last digit, or a time; and whether a
+        # complete checkpoint is in the way must look the same to all.
+        target = self._agree(lambda: self.io.choose_target(filepath))
+        self.io.save_on_all_ranks(
+            checkpoint,
+            target,
+            optimizer_names=self._state.optimizer_names(
+                len(checkpoint.get("optimizer_states", ()))
+            ),
+            rank_blob=self._restorer.position(),
+            storage_options=storage_options,
+        )
+        if self._trainer.state.finished:
+            # Nothing of the Trainer's comes after this that could raise a background error.
+            self.io.wait()
+
+    def _agree(self, choose: Callable[[], _T]) -> _T:
+        """Rank 0's choice, or its error, on every rank."""
+        chosen: _T | Exception | None = None
+        if self._trainer.is_global_zero:
+            try:
+                chosen = choose()
+            except (AirError, OSError) as error:
+                # Sent like a path: the others would wait for ever for a rank that raised.
+                chosen = error
+        chosen = self._strategy.broadcast(chosen)
+        if isinstance(chosen, Exception):
+            raise chosen
+        assert chosen is not None
+        return chosen
+
+    def _wait_for_last_save(self) -> None:
+        try:
+            self.io.wait()
+        except SaveFailedError as error:
+            if self._trainer.state.status != TrainerStatus.INTERRUPTED:
+                raise
+            # A checkpoint on exception is being saved: the user's own error must not be masked.
+            logger.error("%s", error, exc_info=error)
+
+    def load_checkpoint(
+        self, checkpoint_path: Any, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Every rank's part of a load."""
+        if self._state.restores_all:
+            told = self.weights_only if weights_only is None else weights_only
+            checkpoint, blob = self._load_shards(checkpoint_path, told)
+        else:
+            checkpoint, blob = self.io.load_on_this_rank(checkpoint_path, weights_only=weights_only)
+        if self._trainer.state.fn == "fit":
+            self._restorer.arm(blob, self._strategy.broadcast(Origin.of(blob)))
+        return checkpoint
+
+    def _load_shards(
+        self, checkpoint_path: Any, weights_only: bool | None
+    ) -> tuple[dict[str, Any], dict[str, Any] | None]:
+        self.io.wait()
+        target, is_lightnings = self._agree(lambda: self.io.locate(checkpoint_path))
+        self._is_restored = is_lightnings
+        if is_lightnings:
+            path = volume_path.local_dir(target) or target
+            # Lightning before 2.6 does not know the argument.
+            options = {} if weights_only is None else {"weights_only": weights_only}
+            return self._load_lightnings(path, **options), None
+        sharding = self._state.sharding()
+        # Ranks read different shards: one that fails alone would leave the others in a collective.
+        return together(
+            lambda: self.io.read(
+                target,
+                weights_only,
+                sharding=sharding,
+                moments=self._trainer.state.fn == "fit",
+            ),
+            f"Loading {target}",
+            self.io.group,
+        )
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Load the weights, and the moments where Lightning takes that for the strategy's task.
+
+        Raises:
+            CheckpointMismatchError: They are another model's; names keys and shapes.
+        """
+        if self._is_restored:
+            return
+        try:
+            self._state.load_model(checkpoint, strict)
+        except RuntimeError as error:
+            wanted = self._state.sharding()
+            raise CheckpointMismatchError(
+                _difference(wanted, checkpoint["state_dict"], self._trainer.ckpt_path)
+            ) from error
+        is_fitting = self._trainer.state.fn == "fit"
+        if self._state.restores_all and is_fitting and "optimizer_states" in checkpoint:
+            self.load_optimizer_state_dict(checkpoint)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Load the optimizers' states.
+
+        Raises:
+            CheckpointMismatchError: They are of other optimizers.
+        """
+        states, optimizers = checkpoint["optimizer_states"], self._strategy.optimizers
+        try:
+            if len(states) != len(optimizers):
+                raise ValueError(f"{len(states)} optimizers in the checkpoint")
+            self._state.load_optimizers(checkpoint)
+        except ValueError as error:
+            raise CheckpointMismatchError(
+                f"The checkpoint {self._trainer.ckpt_path} holds {len(states)} optimizer states "
+                f"with {[_group_sizes(state) for state in states]} parameters per group; this "
+                f"model has {len(optimizers)} optimizers with "
+                f"{[_group_sizes(optimizer.state_dict()) for optimizer in optimizers]}. Give "
+                "configure_optimizers the groups that the checkpoint was taken with."
+            ) from error
+
+
+def _group_sizes(state: Mapping[str, Any]) -> list[int]:
+    return [len(group["params"]) for group in state["param_groups"]]
+
+
+def _difference(wanted: Mapping[str, Any], got: Mapping[str, Any], path: Any) -> str:
+    missing = sorted(wanted.keys() - got.keys())
+    unexpected = sorted(got.keys() - wanted.keys())
+    shapes = [
+        f"{key}: {tuple(got[key].shape)} in the checkpoint, {tuple(wanted[key].shape)} in the model"
+        for key in sorted(wanted.keys() & got.keys())
+        if getattr(wanted[key], "shape", None) != getattr(got[key], "shape", None)
+    ]
+    return (
+        f"The checkpoint {path} is of another model. Missing keys (in the model, not in the "
+        f"checkpoint): {missing}. Unexpected keys (in the checkpoint, not in the model): "
+        f"{unexpected}. Other shapes: {shapes}. Build the model that was saved, or load with "
+        "strict_loading=False on the LightningModule to leave out what differs in name."
+    )

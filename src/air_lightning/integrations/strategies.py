@@ -1,0 +1,142 @@
+"""Where a strategy keeps weights and moments, how they are read without a copy, and put back.
+
+Each class below is one kind of strategy, and has the same steps for ``binding.Binding``::
+
+    bind             replaces on the strategy instance what collects its state
+    optimizer_names  the parameter name of each id in the optimizers' states
+    sharding         what each rank holds of the parameters, so that it loads no more than that
+    load_model       after ``on_load_checkpoint``, as under every strategy
+    load_optimizers  likewise
+
+Lightning's sharded strategies gather their state to the CPU: a second copy in host memory beside
+the one that is staged. Theirs is also another format than DDP's, through torch's
+``get_optimizer_state_dict``, which changes the optimizer that it reads. Here every kind gives what
+DDP gives, the state by name and integer ids, only with DTensors in it; so a checkpoint of one kind
+loads under another. FSDP1 has its class in ``fsdp.py``.
+"""
+
+import copy
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.strategies import ModelParallelStrategy
+
+from air_lightning.checkpoint.names import renamed
+from air_lightning.checkpoint.sharding import fitted
+from air_lightning.checkpoint.state import optimizer_names
+
+_log = logging.getLogger("air_lightning")
+
+
+class ReplicatedState:
+    """Single device and DDP: every rank has everything, and Lightning collects and restores it."""
+
+    restores_all = False  # whether the strategy's own load_checkpoint puts weights and moments back
+
+    def __init__(self, strategy: Any) -> None:
+        self.strategy = strategy
+        self._load_model = strategy.load_model_state_dict
+        self._load_optimizers = strategy.load_optimizer_state_dict
+        self.bind()
+
+    def bind(self) -> None:
+        """Nothing: what Lightning collects is the live state, and it is staged from there."""
+
+    def optimizer_names(self, count: int) -> Sequence[Mapping[int, str] | None]:
+        """The parameter names of each of the first ``count`` optimizers, by id."""
+        named = list(self.strategy.lightning_module.named_parameters())
+        return [optimizer_names(named, optimizer) for optimizer in self.strategy.optimizers[:count]]
+
+    def sharding(self) -> Mapping[str, torch.Tensor]:
+        """The weights as they lie on this rank."""
+        weights: Mapping[str, torch.Tensor] = self.strategy.lightning_module.state_dict()
+        return weights
+
+    def weights_here(self) -> Iterable[Any]:
+        """As much memory as the weights take on this rank, as tensors; no collectives."""
+        return self.sharding().values()
+
+    def load_model(self, checkpoint: Mapping[str, Any], strict: bool) -> None:
+        """Put the weights of a checkpoint into the model."""
+        wanted = self.strategy.lightning_module.state_dict()
+        state = renamed(checkpoint["state_dict"], wanted)
+        self._load_model({**checkpoint, "state_dict": state}, strict=strict)
+
+    def load_optimizers(self, checkpoint: Mapping[str, Any]) -> None:
+        """Put the moments of a checkpoint into the optimizers."""
+        self._load_optimizers(checkpoint)
+
+
+class ModelParallelState(ReplicatedState):
+    """FSDP2 and tensor parallel: parameters and moments are DTensors, or whole on every rank."""
+
+    restores_all = True
+
+    def bind(self) -> None:
+        """Read the live state: no gathering, no second copy."""
+        self.strategy.lightning_module_state_dict = self.model_state
+        self.strategy.optimizer_state = self.optimizer_state
+        if not self._saves_shards():
+            _log.debug(
+                "%s was told to save whole state dicts; AirCheckpointIO saves shards all the same.",
+                type(self.strategy).__name__,
+            )
+
+    def _saves_shards(self) -> bool:
+        return bool(self.strategy._save_distributed_checkpoint)
+
+    def model_state(self) -> dict[str, Any]:
+        """The live weights."""
+        state: dict[str, Any] = self.strategy.lightning_module.state_dict()
+        return state
+
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        """The live moments, by integer id."""
+        if isinstance(optimizer, LightningOptimizer):
+            optimizer = optimizer.optimizer
+        state: dict[str, Any] = optimizer.state_dict()
+        return state
+
+    def load_model(self, checkpoint: Mapping[str, Any], strict: bool) -> None:
+        """Put weights into the shards; whole ones, as ``on_load_checkpoint`` may give, are cut."""
+        module = self.strategy.lightning_module
+        wanted = module.state_dict()
+        # A copy that keeps the attribute from which load_state_dict reads the modules' versions.
+        state: Any = copy.copy(renamed(checkpoint["state_dict"], wanted))
+        for name in state.keys() & wanted.keys():
+            state[name] = fitted(state[name], wanted[name])
+        module.load_state_dict(state, strict=strict)
+
+    def load_optimizers(self, checkpoint: Mapping[str, Any]) -> None:
+        """Put moments into the optimizers, likewise."""
+        states = checkpoint["optimizer_states"]
+        for optimizer, state in zip(self.strategy.optimizers, states, strict=True):
+            optimizer.load_state_dict(_fitted_moments(state, optimizer))
+
+
+def data_share(strategy: Any) -> tuple[int, int] | None:
+    """Which share of the data this rank reads, and of how many; None for one of its own.
+
+    Ranks that hold parts of one layer need the same batch.
+    """
+    if not isinstance(strategy, ModelParallelStrategy):
+        return None
+    told = strategy.distributed_sampler_kwargs
+    return int(told["rank"]), int(told["num_replicas"])
+
+
+def _fitted_moments(state: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    # Other groups than the saved ones are for load_state_dict to refuse.
+    parameters: dict[int, torch.Tensor] = {}
+    for saved, group in zip(state["param_groups"], optimizer.param_groups, strict=False):
+        parameters.update(zip(saved["params"], group["params"], strict=False))
+    moments = {
+        number: {name: fitted(value, parameters.get(number)) for name, value in values.items()}
+        if isinstance(values, dict)
+        else values
+        for number, values in state["state"].items()
+    }
+    return {**state, "state": moments}
