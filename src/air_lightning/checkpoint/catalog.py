@@ -61,7 +61,8 @@ def list_checkpoints(
         InvalidPathError: ``root`` is no path.
         StorageError: ``root`` itself cannot be listed.
     """
-    records = _each(examine, _candidates(root, storage_options))
+    children = _children(root, storage_options)
+    records = _each(examine, _candidates(children, storage_options))
     return sorted(records, key=_age, reverse=True)
 
 
@@ -81,13 +82,15 @@ def find_latest_valid(
         InvalidPathError: ``root`` is no path.
         StorageError: ``root`` itself cannot be listed.
     """
-    before: dict[str, str | None] = {}
+    told: set[str] = set()
+    before: tuple[list[str], dict[str, str | None]] | None = None
     while True:
         # Between listing and looking, a running job may publish a checkpoint and delete the one
         # before it: neither is then found whole, though one was at every moment. So look again,
         # until nothing changes.
         reasons: dict[str, str | None] = {}
-        candidates = _candidates(root, storage_options)
+        children = _children(root, storage_options)
+        candidates = _candidates(children, storage_options)
         for candidate in sorted(candidates, key=lambda c: _age(c.record), reverse=True):
             if resumable and candidate.record.weights_only:
                 continue
@@ -95,11 +98,12 @@ def find_latest_valid(
             if record.valid:
                 return record.path
             reasons[record.path] = record.reason
-            if record.path not in before:
+            if record.path not in told:
+                told.add(record.path)
                 _log.warning("Passing over the checkpoint %s: %s.", record.path, record.reason)
-        if reasons == before:
+        if not children or (children, reasons) == before:
             return None
-        before = reasons
+        before = children, reasons
 
 
 def verify_checkpoint(
@@ -200,18 +204,22 @@ def _remove_file(path: str, options: dict[str, Any] | None) -> None:
     parent.remove(paths.name(path))
 
 
-def _candidates(root: Path, options: dict[str, Any] | None) -> list[Candidate]:
+def _children(root: Path, options: dict[str, Any] | None) -> list[str]:
+    """The directories directly below a root."""
     target = paths.normalize(root, allow_local=True)
     storage = open_storage(target, allow_local=True, storage_options=options)
     try:
         entries = storage.list_dir()
     except FileNotFoundError:
         return []
-    children = [
+    return [
         paths.join(target, entry.name)
         for entry in entries
         if entry.is_dir and not entry.name.startswith(".")
     ]
+
+
+def _candidates(children: list[str], options: dict[str, Any] | None) -> list[Candidate]:
     return [c for c in _each(lambda child: look(child, options), children) if c is not None]
 
 
