@@ -76,6 +76,7 @@ class AirAttach(Callback):
         binding = bound(trainer)
         if binding is not None:
             binding.prepare_once()
+            binding.notices.give()
 
     @override
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -87,6 +88,7 @@ class AirAttach(Callback):
         binding = bound(trainer)
         if binding is not None:
             binding.io.wait()
+            binding.notices.give()
 
 
 def _callbacks(trainer: Any) -> list[Callback]:

@@ -14,13 +14,12 @@ Each call of the host takes these steps, on every rank::
 """
 
 import logging
-import os
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import torch
 from lightning.pytorch import Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.strategies import (
     DDPStrategy,
     DeepSpeedStrategy,
@@ -40,6 +39,12 @@ from air_lightning.errors import (
     SaveFailedError,
 )
 from air_lightning.integrations.checkpoint_io import AirCheckpointIO
+from air_lightning.integrations.entrance import Entrance
+from air_lightning.integrations.model_checkpoint import (
+    Adopted,
+    LoggerNotices,
+    save_on_exception_quietly,
+)
 from air_lightning.integrations.position import Origin, Restorer
 from air_lightning.integrations.strategies import ModelParallelState, ReplicatedState
 from air_lightning.volumes import path as volume_path
@@ -47,6 +52,8 @@ from air_lightning.volumes import path as volume_path
 logger = logging.getLogger("air_lightning")
 
 _T = TypeVar("_T")
+
+_INTERRUPTED_WAIT_S = 30.0  # for the other ranks to come to a save on an exception
 
 _SUPPORTED = (SingleDeviceStrategy, DDPStrategy, ModelParallelStrategy, FSDPStrategy)
 # Subclasses of those above that keep their state elsewhere.
@@ -74,23 +81,6 @@ def state_of(strategy: Any) -> ReplicatedState:
     return ModelParallelState(strategy) if is_sharded else ReplicatedState(strategy)
 
 
-def as_written(dirpath: str) -> str:
-    """The path that was given as ``ModelCheckpoint(dirpath=...)``.
-
-    Lightning takes ``dbfs:/...`` and ``file:///...`` for relative paths, and would save below the
-    working directory: on a cluster, on a disk that goes with the machine.
-    """
-    prefix = os.getcwd().rstrip("/") + "/"
-    rest = dirpath.removeprefix(prefix)
-    if rest == dirpath:
-        return dirpath
-    if rest.startswith("dbfs:/"):
-        return volume_path.normalize(rest)
-    if rest.startswith("file:/"):
-        return rest.removeprefix("file:")
-    return dirpath
-
-
 class Binding:
     """The methods that replace those of one strategy instance."""
 
@@ -105,25 +95,22 @@ class Binding:
         self._load_lightnings = strategy.load_checkpoint
         self._is_restored = False
         self._prepared = False
-        for callback in trainer.checkpoint_callbacks:
-            if isinstance(callback, ModelCheckpoint):
-                self._adopt(callback)
+        self._entrance = Entrance(self.io.timeout_s)
+        self.notices = LoggerNotices(self.io)
+        for lightnings in trainer.loggers:
+            self.notices.defer(lightnings)
+        for callback in trainer.callbacks:
+            if isinstance(callback, ModelCheckpoint | OnExceptionCheckpoint):
+                save_on_exception_quietly(callback)
+        self._adopted = [
+            Adopted(callback, self.io)
+            for callback in trainer.checkpoint_callbacks
+            if isinstance(callback, ModelCheckpoint)
+        ]
         strategy.save_checkpoint = self.save_checkpoint
         strategy.load_checkpoint = self.load_checkpoint
         strategy.load_model_state_dict = self.load_model_state_dict
         strategy.load_optimizer_state_dict = self.load_optimizer_state_dict
-
-    def _adopt(self, callback: Any) -> None:
-        """Correct what a ModelCheckpoint does only right with files that are there at once."""
-        if callback.dirpath is not None:
-            callback.dirpath = as_written(callback.dirpath)
-        # Lightning links at the call, when the directory of an asynchronous save is not there.
-        callback._link_checkpoint = self._link
-
-    def _link(self, trainer: Trainer, filepath: str, linkpath: str) -> None:
-        if trainer.is_global_zero and filepath != linkpath:
-            self.io.link(filepath, linkpath)
-        trainer.strategy.barrier()
 
     def restore_validation(self) -> None:
         """Put the validation loaders where they were, once they are there."""
@@ -150,7 +137,12 @@ class Binding:
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None
     ) -> None:
         """Every rank's part of a save."""
+        self._wait_for_all()
+        source = next((adopted.source for adopted in self._adopted if adopted.source), None)
+        if source is not None and self._agree(lambda: self.io.clone(source, filepath)):
+            return
         self._wait_for_last_save()
+        self.notices.give()
         # The name may hold a metric that differs in the last digit, or a time; and whether a
         # complete checkpoint is in the way must look the same to all.
         target = self._agree(lambda: self.io.choose_target(filepath))
@@ -166,6 +158,12 @@ class Binding:
         if self._trainer.state.finished:
             # Nothing of the Trainer's comes after this that could raise a background error.
             self.io.wait()
+
+    def _wait_for_all(self) -> None:
+        """Go on when every rank is here; on an exception not for long, for the others may go on."""
+        interrupted = self._trainer.state.status == TrainerStatus.INTERRUPTED
+        bound = min(_INTERRUPTED_WAIT_S, self.io.timeout_s)
+        self._entrance.enter(bound if interrupted else None)
 
     def _agree(self, choose: Callable[[], _T]) -> _T:
         """Rank 0's choice, or its error, on every rank."""

@@ -17,7 +17,7 @@ the whole checkpoint by itself.
 """
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -29,6 +29,7 @@ from typing_extensions import override
 
 from air_lightning.checkpoint import attempt
 from air_lightning.checkpoint.catalog import remove_checkpoint
+from air_lightning.checkpoint.clone import can_clone, clone
 from air_lightning.checkpoint.dcp import UCVolumeReader, UCVolumeWriter
 from air_lightning.checkpoint.saver import AsyncSaver
 from air_lightning.checkpoint.state import read_checkpoint, to_entries
@@ -279,6 +280,38 @@ class AirCheckpointIO(CheckpointIO):
             remove()
         else:
             self._saver.after_published(remove)
+
+    def after_published(self, action: Callable[[], None]) -> None:
+        """Run something once the save in flight is published, or now; not if that fails."""
+        if self._saver is None:
+            action()
+        else:
+            self._saver.after_published(action)
+
+    def clone(self, path: PathLike, name: PathLike) -> bool:
+        """Let the checkpoint that was saved last have a second name, without saving it again.
+
+        Asked on one rank. Made when the checkpoint is published.
+
+        Args:
+            path: Its own name.
+            name: The second one, beside it.
+
+        Returns:
+            Whether that is possible here; elsewhere it must be saved under the second name, too.
+        """
+        source = volume_path.normalize(path, allow_local=True)
+        target = volume_path.normalize(name, allow_local=True)
+        if volume_path.parent(source) != volume_path.parent(target) or not can_clone(target):
+            return False
+
+        def make() -> None:
+            written = attempt.choose(target, None)
+            clone(attempt.newest(source, None), written)
+            attempt.settle(written, None)
+
+        self.after_published(make)
+        return True
 
     def link(self, path: PathLike, link: PathLike) -> None:
         """Let a second name lead to a checkpoint once that is published, where links work.

@@ -1,0 +1,153 @@
+"""What ModelCheckpoint, loggers and exceptions make of saves that take a while and all ranks."""
+
+import logging
+import os
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.loggers import CSVLogger
+
+from air_lightning import AirCheckpointIO, SaveFailedError, find_latest_valid, list_checkpoints
+from integration.test_wiring import fit, saving, trainer_with
+from ranks import run_ranks
+
+pytestmark = [pytest.mark.timeout(180)]
+sys.path.insert(0, str(Path(__file__).parents[1] / "fuse"))
+
+
+@pytest.fixture(autouse=True)
+def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lightning's default directories are below the working directory."""
+    directory = tmp_path / "cwd"
+    directory.mkdir()
+    monkeypatch.chdir(directory)
+
+
+def shard_of(path: str) -> os.stat_result:
+    return os.stat(f"{path}/__0_0.distcp")
+
+
+def test_save_last_gives_a_step_a_second_name_and_writes_it_once(tmp_path: Path) -> None:
+    """The last checkpoint shares the files of the one of its step, and outlives it."""
+    root = str(tmp_path / "c")
+    trainer = trainer_with(saving(root, save_last=True), max_epochs=2)
+    fit(trainer)
+    assert len(trainer.strategy.checkpoint_io.stats) == 4  # and not eight
+    newest, last = f"{root}/epoch=1-step=8.ckpt", f"{root}/last.ckpt"
+    assert shard_of(newest).st_ino == shard_of(last).st_ino
+    assert not os.path.islink(last)
+    shutil.rmtree(newest)
+    record = next(r for r in list_checkpoints(root) if r.path == last)
+    assert record.valid
+    assert record.step == 8
+    trainer = trainer_with(max_epochs=3)
+    fit(trainer, ckpt_path=last)
+    assert trainer.global_step == 12
+
+
+def test_save_last_saves_for_itself_what_no_other_save_of_the_step_holds(tmp_path: Path) -> None:
+    """With save_top_k=0 there is nothing to share."""
+    root = str(tmp_path / "c")
+    trainer = trainer_with(saving(root, save_last=True, save_top_k=0))
+    fit(trainer)
+    assert len(trainer.strategy.checkpoint_io.stats) == 2
+    assert os.listdir(root) == ["last.ckpt"]
+
+
+@pytest.mark.fuse
+@pytest.mark.slow
+def test_save_last_saves_twice_where_files_cannot_be_linked(tmp_path: Path) -> None:
+    """On a mount without hard links, both names are there and whole."""
+    from slow_mount import slow_mount
+
+    (tmp_path / "beneath").mkdir()
+    with slow_mount(tmp_path / "beneath") as mount:
+        trainer = trainer_with(saving(str(mount), save_last=True))
+        fit(trainer)
+        assert len(trainer.strategy.checkpoint_io.stats) == 4
+        found = {os.path.basename(r.path): r.step for r in list_checkpoints(str(mount)) if r.valid}
+        assert found == {"epoch=0-step=2.ckpt": 2, "epoch=0-step=4.ckpt": 4, "last.ckpt": 4}
+
+
+class Uploading(CSVLogger):
+    """Notes how many checkpoints a logger that uploads them would find."""
+
+    def __init__(self, directory: str, root: str) -> None:
+        super().__init__(directory)
+        self.root = root
+        self.found: list[int] = []
+
+    def after_save_checkpoint(self, checkpoint_callback: Any) -> None:
+        self.found.append(sum(record.valid for record in list_checkpoints(self.root)))
+
+
+def test_loggers_hear_of_checkpoints_that_are_there(tmp_path: Path) -> None:
+    """One notice for each save, none before it is published, the last one by the end of fit."""
+    logger = Uploading(str(tmp_path / "logs"), str(tmp_path / "c"))
+    fit(trainer_with(saving(tmp_path / "c"), logger=logger, max_epochs=2))
+    assert len(logger.found) == 4
+    assert all(found > told for told, found in enumerate(logger.found))
+
+
+class SavesOnRank0(Callback):
+    """The mistake: a save that only one rank calls."""
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        if trainer.global_rank == 0:
+            trainer.save_checkpoint("/tmp/never.ckpt")
+
+
+def save_on_rank_0(directory: str) -> None:
+    trainer = trainer_with(
+        SavesOnRank0(), plugins=[AirCheckpointIO(timeout_s=3)], devices=2, strategy="ddp"
+    )
+    with pytest.raises(SaveFailedError, match=r"of 2 ranks these have not come .*: 1\. Call"):
+        fit(trainer)
+    os._exit(7)
+
+
+def test_a_save_that_only_one_rank_calls_is_an_error_that_says_so(tmp_path: Path) -> None:
+    """It names the rank that did not come, instead of waiting for it for ever."""
+    statuses = run_ranks(save_on_rank_0, str(tmp_path), world_size=2, log=tmp_path / "log")
+    assert statuses[0] == 7, (tmp_path / "log").read_text()[-2000:]
+
+
+class FailsOnRank1(Callback):
+    """An exception that one rank has alone."""
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        if trainer.global_rank == 1 and trainer.global_step == 3:
+            raise KeyError("the user's own")
+
+
+def fail_on_rank_1(directory: str) -> None:
+    logging.getLogger("air_lightning").addHandler(logging.StreamHandler(sys.stderr))
+    trainer = trainer_with(
+        saving(directory, save_on_exception=True),
+        FailsOnRank1(),
+        plugins=[AirCheckpointIO(timeout_s=3)],
+        devices=2,
+        strategy="ddp",
+        max_epochs=2,
+    )
+    with pytest.raises(KeyError, match="the user's own"):
+        fit(trainer)
+    os._exit(11 + int(os.environ["RANK"]))
+
+
+def test_an_exception_on_one_rank_is_not_held_up_by_its_checkpoint(tmp_path: Path) -> None:
+    """save_on_exception gives up after its wait, says so, and the user's own error comes out."""
+    directory = str(tmp_path / "c")
+    statuses = run_ranks(
+        fail_on_rank_1, directory, world_size=2, log=tmp_path / "log", timeout_s=120
+    )
+    log = (tmp_path / "log").read_text()
+    assert statuses[1] == 12, log[-3000:]
+    assert "No checkpoint is saved on the exception. A checkpoint is to be saved, and of 2" in log
+    newest = find_latest_valid(directory)
+    assert newest is not None
+    assert newest.endswith("step=2.ckpt")
