@@ -8,19 +8,27 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.strategies import ModelParallelStrategy
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save, torch_save_to_dcp
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.utils.data import DataLoader as TorchDataLoader
 
 from air_lightning import (
     AirCheckpointIO,
     UCVolumeReader,
+    UCVolumeWriter,
     UnsafeCheckpointError,
     export_checkpoint,
     find_latest_valid,
 )
+from air_lightning.checkpoint.planner import save
+from air_lightning.checkpoint.state import to_entries
 from integration.training import assert_same
 from ranks import run_ranks
 
@@ -288,3 +296,70 @@ def test_weights_only_is_honoured(tmp_path: Path) -> None:
     trainer().test(Net(), samples(), path, weights_only=False, verbose=False)
     out = export_checkpoint(path, tmp_path / "out.ckpt", weights_only=False)
     assert isinstance(Net.load_from_checkpoint(out, weights_only=False).hparams.extra, Custom)
+
+
+def save_shards(directory: str) -> None:
+    """Two ranks hold half of each weight and of its moment, as under FSDP2."""
+    dist.init_process_group("gloo")
+    mesh = init_device_mesh("cpu", (2,))
+    whole = torch.arange(20.0).reshape(5, 4)  # five rows: the halves are uneven
+    shard = distribute_tensor(whole, mesh, [Shard(0)])
+    moment = distribute_tensor(whole * 2, mesh, [Shard(1)])
+    optimizer = {"state": {0: {"exp_avg": moment}}, "param_groups": [{"params": [0]}]}
+    checkpoint = {"global_step": 1, "state_dict": {"w": shard}, "optimizer_states": [optimizer]}
+    rank = dist.get_rank()
+    entries = to_entries(checkpoint, optimizer_names=[{0: "w"}], rank=rank, rank_blob={})
+    save(entries, UCVolumeWriter(directory), process_group=None, no_dist=False)
+    dist.destroy_process_group()
+
+
+@pytest.mark.slow
+def test_shards_come_out_as_whole_tensors(tmp_path: Path) -> None:
+    """A checkpoint of shards is exported to plain whole tensors, without a process group."""
+    log = tmp_path / "log"
+    status = run_ranks(save_shards, f"{tmp_path}/c", world_size=2, log=log)
+    assert status == [0, 0], log.read_text()[-3000:]
+    got = torch.load(export_checkpoint(f"{tmp_path}/c", tmp_path / "o.ckpt"), weights_only=True)
+    whole = torch.arange(20.0).reshape(5, 4)
+    assert type(got["state_dict"]["w"]) is torch.Tensor
+    assert torch.equal(got["state_dict"]["w"], whole)
+    assert torch.equal(got["optimizer_states"][0]["state"][0]["exp_avg"], whole * 2)
+
+
+class Sharded(Net):
+    """Net under FSDP2."""
+
+    def configure_model(self) -> None:
+        for layer in (self.first, self.second, self.tied):
+            fully_shard(layer, mesh=self.device_mesh["data_parallel"])
+
+
+def save_lightnings_shards(directory: str) -> None:
+    """What Lightning's own IO writes under ModelParallelStrategy, by two ranks."""
+    torch.manual_seed(3)
+    strategy = ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1)
+    fitted = trainer(plugins=[], devices=2, strategy=strategy, max_epochs=1)
+    model = Sharded()
+    model.tied = torch.nn.Linear(3, 4, bias=False)  # fully_shard unties weights
+    fitted.fit(model, samples())
+    fitted.save_checkpoint(f"{directory}/sharded.ckpt")
+    whole = {
+        name: value.full_tensor() if isinstance(value, DTensor) else value
+        for name, value in model.state_dict().items()
+    }
+    if fitted.global_rank == 0:
+        torch.save(whole, f"{directory}/whole.pt")
+
+
+@pytest.mark.slow
+def test_lightnings_own_shards_give_their_weights(tmp_path: Path) -> None:
+    """A sharded directory of Lightning's is exported to weights and hyper-parameters."""
+    log = tmp_path / "log"
+    status = run_ranks(save_lightnings_shards, str(tmp_path), world_size=2, log=log)
+    assert status == [0, 0], log.read_text()[-3000:]
+    assert (tmp_path / "sharded.ckpt" / "meta.pt").is_file()
+    out = export_checkpoint(tmp_path / "sharded.ckpt", tmp_path / "out.ckpt")
+    got = torch.load(out, weights_only=True)
+    assert_same(got["state_dict"], torch.load(tmp_path / "whole.pt", weights_only=True))
+    assert got["hyper_parameters"]["width"] == 3
+    assert got["global_step"] == 2
