@@ -161,7 +161,7 @@ def _is_entry(item: tuple[Any, Any]) -> bool:
         return True
     return (
         type(value) is TensorStorageMetadata
-        and isinstance(getattr(value, "size", None), torch.Size)
+        and _is_shape(getattr(value, "size", None))
         and isinstance(getattr(value, "properties", None), metadata.TensorProperties)
         and all(map(_is_chunk, getattr(value, "chunks", (None,))))
     )
@@ -169,8 +169,12 @@ def _is_entry(item: tuple[Any, Any]) -> bool:
 
 def _is_chunk(chunk: Any) -> bool:
     return type(chunk) is metadata.ChunkStorageMetadata and all(
-        isinstance(getattr(chunk, name, None), torch.Size) for name in ("offsets", "sizes")
+        _is_shape(getattr(chunk, name, None)) for name in ("offsets", "sizes")
     )
+
+
+def _is_shape(value: Any) -> bool:
+    return isinstance(value, torch.Size) and all(length >= 0 for length in value)
 
 
 def _is_location(item: tuple[Any, Any]) -> bool:
