@@ -21,7 +21,16 @@ import torch
 import torch.distributed.checkpoint as dcp
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 
 from air_lightning import (
     CheckpointError,
@@ -252,13 +261,38 @@ def test_a_pickle_made_to_exhaust_its_reader_is_refused(case: str) -> None:
         load_metadata(PICKLES[case])
 
 
-def test_an_index_of_an_index_is_refused() -> None:
-    """The hash of an index whose offset is an index of the same kind would take for ever."""
-    nested = KEY + names("offset") + b"N" + b"s" + b"b"
-    for _ in range(3):
-        nested = KEY + names("offset") + nested + b"2\x86" + b"s" + b"b"
-    with pytest.raises(CorruptCheckpointError, match="index"):
+def twice(index: int) -> bytes:
+    """A tuple of what was noted under a number, two times."""
+    return (b"h" + bytes([index])) * 2 + b"\x86"
+
+
+def test_a_key_that_is_named_twice_at_each_level_is_refused() -> None:
+    """Tuples of a tuple twice, made with the memo, would be hashed for ever."""
+    doubling = b"N\x94" + b"".join(twice(index) + b"\x94" for index in range(80))
+    with pytest.raises(CorruptCheckpointError, match="nested"), Bounded():
+        load_metadata(b"\x80\x04}" + doubling + b"K\x01s.")
+
+
+def test_an_index_of_indexes_is_refused() -> None:
+    """The hash of an index whose offset is one of its kind twice, at each level, has no end."""
+    offset = names("offset")
+    nested = KEY + offset + b"Nsb\x94"
+    for index in range(40):
+        nested += KEY + offset + twice(index) + b"sb\x94"
+    with pytest.raises(CorruptCheckpointError, match="nested"), Bounded():
         load_metadata(b"\x80\x04" + nested + b".")
+
+
+def test_what_others_hold_may_not_grow() -> None:
+    """A list or an object within a tuple whose weight was counted does not change any more."""
+    late = [
+        b"]\x94h\x00\x85\x940h\x00(" + b"N" * 100 + b"e",
+        b"]\x94h\x00\x85h\x00(" + b"N" * 100 + b"e",
+        KEY.removesuffix(b"}") + b"\x94h\x00\x85h\x00}" + names("offset") + b"Nsb",
+    ]
+    for case in late:
+        with pytest.raises(CorruptCheckpointError, match="others hold|does not need"):
+            load_metadata(b"\x80\x04" + case + b".")
 
 
 @settings(
@@ -274,6 +308,29 @@ def test_any_bytes_end_soon(data: st.DataObject, plain: Path) -> None:
         for altered in (b"\x80\x04" + middle, sound[:cut] + middle + sound[cut:]):
             with contextlib.suppress(CheckpointError):
                 load_metadata(altered)
+
+
+@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
+@pytest.mark.parametrize(("tensors", "chunks"), [(0, 0), (1, 1), (3000, 1), (40, 300), (1, 9000)])
+def test_sound_metadata_is_in_proportion(protocol: int, tensors: int, chunks: int) -> None:
+    """What DCP writes loads, however many tensors and chunks there are, in every protocol."""
+    made = Metadata({}, planner_data={}, storage_data={}, storage_meta=StorageMeta("/c"))
+    for number in range(tensors):
+        key, parts = f"state_dict.layers.{number}.weight", []
+        for row in range(chunks):
+            offsets, sizes = torch.Size([row, 0]), torch.Size([1, 4])
+            parts.append(ChunkStorageMetadata(offsets, sizes))
+            index = MetadataIndex(key, offsets, row)
+            made.storage_data[index] = _StorageInfo(f"__{row}_0.distcp", number, 10)
+        properties = TensorProperties(torch.bfloat16)
+        shape = torch.Size([chunks, 4])
+        made.state_dict_metadata[key] = TensorStorageMetadata(properties, shape, parts)
+        made.planner_data[key] = ("state_dict", *key.split("."))
+    made.state_dict_metadata["o"] = BytesStorageMetadata()
+    loaded = load_metadata(pickle.dumps(made, protocol))
+    assert loaded.state_dict_metadata == made.state_dict_metadata
+    assert loaded.storage_data == made.storage_data
+    assert loaded.planner_data == made.planner_data
 
 
 def packed(value: object, edit: Callable[[zipfile.ZipFile, str, bytes], None]) -> bytes:

@@ -1,30 +1,21 @@
 """The unpickler of ``.metadata``: imports nothing, and takes no more than the file's size allows.
 
-Pickles are programs. What this one refuses, beside every global that DCP metadata does not need:
-
-* memory out of proportion: the C unpickler takes 8 bytes for each number below the greatest memo
-  index, so that nine bytes of a pickle fill any machine; calls on the same long list again and
-  again do it, too;
-* time out of proportion: the hash of a tuple of one tuple twice, of one twice, ... is never done;
-* the end of the process: the hash of tuples nested a million deep overflows the C stack.
-
-The price is Python's unpickler instead of C's: 0.1 s instead of 0.03 for 1,000 tensors.
+Every global is looked up in the tables below. What else a pickle can do to its reader,
+``proportion.py`` has refused before.
 """
 
 import io
 import pathlib
 import pickle
-import struct
 from collections import OrderedDict
 from collections.abc import Callable
 from enum import Enum
-from types import NoneType
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint import filesystem, metadata
-from torch.distributed.checkpoint.metadata import MetadataIndex
 
+from air_lightning.checkpoint.proportion import require_proportion
 from air_lightning.errors import UnsafeCheckpointError
 
 METADATA_CLASSES: dict[tuple[str, str], type] = {
@@ -51,14 +42,7 @@ _PATH_NAMES = {"Path", "PosixPath", "PurePath", "PurePosixPath", "PureWindowsPat
 _PATH_MODULES = {"pathlib", "pathlib._local"}  # the second since Python 3.13
 
 
-# Made of tuples in DCP metadata: shapes, paths of names, and the arguments of calls with these.
-_LONGEST_TUPLE = 256
-_LONGEST_NEST = 8
-_LONGEST_NUMBER = 64  # bytes
-_CONTAINERS = (tuple, list, dict, set, frozenset)
-
-
-class MetadataUnpickler(pickle._Unpickler):
+class MetadataUnpickler(pickle.Unpickler):
     """Reads one pickle; its globals come from the tables above.
 
     Args:
@@ -66,14 +50,15 @@ class MetadataUnpickler(pickle._Unpickler):
         path: Where it comes from, for messages.
     """
 
-    stack: list[Any]  # the base class's, which the type checker knows as C's
-    dispatch: ClassVar[dict[int, Callable[..., None]]] = dict(pickle._Unpickler.dispatch)
-
     def __init__(self, data: bytes, path: str) -> None:
         super().__init__(io.BytesIO(data))
+        self._data = data
         self._path = path
-        # What calls may copy: a long list is a few bytes of the pickle when it is named again.
-        self._budget = len(data)
+
+    def load(self) -> Any:
+        """Read it, if that takes no more than its size allows."""
+        require_proportion(self._data)
+        return super().load()
 
     def find_class(self, module: str, name: str, /) -> Any:
         """Look a global up; UnsafeCheckpointError for one that is in no table."""
@@ -91,81 +76,6 @@ class MetadataUnpickler(pickle._Unpickler):
     def persistent_load(self, pid: Any, /) -> Any:
         """Refuse: DCP metadata has none."""
         raise pickle.UnpicklingError(f"persistent id {pid!r}")
-
-    def _check_tuple(self) -> None:
-        made = self.stack[-1]
-        nested = [item for item in made if type(item) is tuple]
-        deep = any(type(item) is tuple for inner in nested for item in inner)
-        if deep or len(made) > (_LONGEST_NEST if nested else _LONGEST_TUPLE):
-            raise pickle.UnpicklingError("tuples nested or long beyond what DCP metadata has")
-
-    def _pay(self, *copied: Any) -> None:
-        self._budget -= sum(len(item) for item in copied if isinstance(item, _CONTAINERS))
-        if self._budget < 0:
-            raise pickle.UnpicklingError("it copies the same values over and over")
-
-    def _instantiate(self, klass: Any, args: Any) -> None:
-        self._pay(*args)
-        super()._instantiate(klass, args)  # type: ignore[misc]
-
-
-def _then_check(load: Callable[[Any], None]) -> Callable[[MetadataUnpickler], None]:
-    def load_tuple(self: MetadataUnpickler) -> None:
-        load(self)
-        self._check_tuple()
-
-    return load_tuple
-
-
-def _pay_first(load: Callable[[Any], None], depth: int = 1) -> Callable[[MetadataUnpickler], None]:
-    """Pay for what a call is given: tuples and dicts on top of the stack."""
-
-    def load_call(self: MetadataUnpickler) -> None:
-        for given in self.stack[-depth:]:
-            self._pay(given, *(given if type(given) is tuple else ()))
-        load(self)
-        _check_made(self.stack[-1])
-
-    return load_call
-
-
-def _check_made(made: Any) -> None:
-    """Refuse what takes long to hash, and is hashed again wherever the pickle names it."""
-    if type(made) is torch.Size and len(made) > _LONGEST_TUPLE:
-        raise pickle.UnpicklingError("a shape of too many dimensions")
-    if type(made) is MetadataIndex:
-        offset, index = vars(made).get("offset"), vars(made).get("index")
-        plain = type(vars(made).get("fqn", "")) is str and type(index) in (int, NoneType)
-        if not plain or type(offset) not in (torch.Size, NoneType):
-            raise pickle.UnpicklingError("an index that is none")
-
-
-def _short_number(self: Any) -> None:
-    (length,) = struct.unpack("<i", self.read(4))
-    if not 0 <= length <= _LONGEST_NUMBER:
-        raise pickle.UnpicklingError(f"a number of {length} bytes")
-    self.append(pickle.decode_long(self.read(length)))
-
-
-def _refuse(_: Any) -> None:
-    raise pickle.UnpicklingError("an opcode that DCP metadata does not need")
-
-
-_CHANGED: dict[bytes, Callable[[Any], None]] = {
-    **{
-        code: _then_check(MetadataUnpickler.dispatch[code[0]])
-        for code in (pickle.TUPLE, pickle.TUPLE1, pickle.TUPLE2, pickle.TUPLE3)
-    },
-    pickle.REDUCE: _pay_first(MetadataUnpickler.dispatch[pickle.REDUCE[0]]),
-    pickle.NEWOBJ: _pay_first(MetadataUnpickler.dispatch[pickle.NEWOBJ[0]]),
-    pickle.NEWOBJ_EX: _pay_first(MetadataUnpickler.dispatch[pickle.NEWOBJ_EX[0]], 2),
-    pickle.BUILD: _pay_first(MetadataUnpickler.dispatch[pickle.BUILD[0]]),
-    pickle.LONG4: _short_number,
-    # Buffers of any claimed size, and globals that another part of the program registered.
-    **dict.fromkeys((pickle.BYTEARRAY8, pickle.NEXT_BUFFER, pickle.READONLY_BUFFER), _refuse),
-    **dict.fromkeys((pickle.EXT1, pickle.EXT2, pickle.EXT4), _refuse),
-}
-MetadataUnpickler.dispatch.update({code[0]: load for code, load in _CHANGED.items()})
 
 
 def _special(module: str, name: str) -> Any:
