@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 from importlib.metadata import requires
 from pathlib import Path
 
@@ -217,7 +218,9 @@ def test_doctor_names_what_is_wrong_and_what_to_do(
 ) -> None:
     """A stand-in that is not there, a full disk and a missing path each have a remedy."""
     monkeypatch.setenv("AIR_VOLUMES_ROOT", str(tmp_path / "missing"))
-    monkeypatch.setenv("SGC_FSLAYER_MIN_FREE_DISK_BYTES", str(1 << 60))
+    disk = os.statvfs(tempfile.gettempdir())
+    nearly_all = disk.f_blocks * disk.f_frsize - 1
+    monkeypatch.setenv("SGC_FSLAYER_MIN_FREE_DISK_BYTES", str(nearly_all))
     assert main(["doctor", str(tmp_path / "new"), "--json"]) == 1
     checks = {check["name"]: check for check in json.loads(_out(capsys))}
     assert checks["/Volumes"]["status"] == "fail"
