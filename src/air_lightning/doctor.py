@@ -102,7 +102,7 @@ def _probe(storage: Storage, path: str) -> list[Check]:
         checks = [Check(f"write {path}", OK if same else FAIL, found)]
         return [*checks, _rename(path, name)]
     except (OSError, AirError) as error:
-        return [Check(f"write {path}", FAIL, str(error), "Ask for the right to write there.")]
+        return [Check(f"write {path}", FAIL, str(error), "Check your rights and the space there.")]
     finally:
         _remove(storage, name)
 

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -22,10 +23,11 @@ from air_lightning import (
     UnsafeCheckpointError,
     export_checkpoint,
 )
-from air_lightning.checkpoint.planner import save
+from air_lightning.checkpoint.planner import SerializedBlob, save
 from air_lightning.checkpoint.state import to_entries
 from conftest import Volume
 from integration.training import assert_same
+from ranks import KILLED, run_ranks
 
 pytestmark = [
     pytest.mark.timeout(60),
@@ -215,6 +217,27 @@ def test_a_full_disk_leaves_nothing(tmp_path: Path) -> None:
     assert os.listdir(tmp_path / "out") == []
 
 
+def export_until_published(directory: str, out: str) -> None:
+    """Dies at the moment before the file gets its name."""
+
+    def kill(event: str, args: tuple[Any, ...]) -> None:
+        if event == "os.rename" and args[1] == out:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(kill)
+    export_checkpoint(directory, out, overwrite=True)
+
+
+def test_a_kill_leaves_what_was_there(tmp_path: Path) -> None:
+    """Killed when all is written but the name, an export leaves the older file as it was."""
+    directory = saved(tmp_path / "c", state())
+    (tmp_path / "one.ckpt").write_text("older")
+    log = tmp_path / "log"
+    status = run_ranks(export_until_published, directory, f"{tmp_path}/one.ckpt", log=log)
+    assert status == [KILLED], log.read_text()[-2000:]
+    assert (tmp_path / "one.ckpt").read_text() == "older"
+
+
 def test_a_damaged_or_missing_checkpoint_gives_no_file(tmp_path: Path) -> None:
     """What is not sound is refused before the target is touched."""
     directory = saved(tmp_path / "c", state())
@@ -225,6 +248,35 @@ def test_a_damaged_or_missing_checkpoint_gives_no_file(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="no checkpoint"):
         export_checkpoint(tmp_path / "nothing", tmp_path / "one.ckpt")
     assert not (tmp_path / "one.ckpt").exists()
+
+
+BLOBS: list[Any] = [
+    ["a list"],
+    {"version": 1},
+    {"version": 1, "checkpoint": {}, "places": "no JSON", "scalars": []},
+    {
+        "version": 1,
+        "checkpoint": {},
+        "places": '[["state_dict.w",["a","b"],false,false,null,null]]',
+    },
+    {"version": 1, "checkpoint": [], "places": "[]", "scalars": [[3, "[]"]]},
+]
+
+
+@pytest.mark.parametrize("blob", BLOBS)
+@pytest.mark.parametrize("name", ["one.ckpt", "one.safetensors"])
+def test_a_blob_that_is_none_gives_no_file(tmp_path: Path, blob: Any, name: str) -> None:
+    """What was altered in the part that says where all belongs is an error of ours."""
+    if name.endswith("safetensors"):
+        pytest.importorskip("safetensors")
+    entries = {"state_dict.w": torch.ones(2), "air.trainer": SerializedBlob.of(blob)}
+    save(entries, UCVolumeWriter(tmp_path / "c"), process_group=None, no_dist=True)
+    try:
+        export_checkpoint(tmp_path / "c", tmp_path / name)
+    except CheckpointError:
+        assert not (tmp_path / name).exists()
+    else:  # the weights of an altered blob may be all there
+        assert name == "one.safetensors"
 
 
 class Custom:

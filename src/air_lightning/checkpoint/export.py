@@ -26,8 +26,10 @@ from air_lightning.checkpoint.reader import UCVolumeReader
 from air_lightning.checkpoint.restore import read_checkpoint
 from air_lightning.checkpoint.weights import read_extra, read_weights
 from air_lightning.errors import (
+    AirError,
     CheckpointError,
     CheckpointMismatchError,
+    CorruptCheckpointError,
     InvalidArgumentError,
     StorageError,
 )
@@ -80,7 +82,16 @@ def export_checkpoint(
     _require_free(storage, target, overwrite)
     source = attempt.newest(paths.normalize(path, allow_local=True), storage_options)
     weights_alone = write is _write_safetensors
-    checkpoint = _read(source, weights_only, storage_options, weights_alone=weights_alone)
+    try:
+        checkpoint = _read(source, weights_only, storage_options, weights_alone=weights_alone)
+    except (AirError, OSError):
+        raise
+    except Exception as error:  # what was altered may be anything where something else was
+        raise CorruptCheckpointError(
+            f"{source} cannot be put together: {type(error).__name__}: {error}. It was altered, or "
+            "is larger than the memory of this machine. find_latest_valid(root) names the newest "
+            "sound checkpoint."
+        ) from error
     write(checkpoint, storage, paths.name(target))
     return target
 

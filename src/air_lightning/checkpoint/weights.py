@@ -46,7 +46,7 @@ def read_weights(
         entries[TRAINER_KEY] = None
     planner = LoadPlanner(weights_only=weights_only)
     load(entries, reader, planner, process_group=None, no_dist=True)
-    left = (entries.pop(TRAINER_KEY, None) or {}).get("checkpoint", {}).get("state_dict")
+    left = entries.pop(TRAINER_KEY, {"checkpoint": {}})["checkpoint"].get("state_dict")
     state = {name: entries[key] for key, name in names.items()}
     return {"state_dict": {**state, **_leftovers(left)}}
 
