@@ -91,11 +91,12 @@ def test_safetensors_holds_the_weights(tmp_path: Path) -> None:
     assert_same(load_file(out), wanted["state_dict"])
 
 
-def test_what_safetensors_cannot_hold_is_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize("others", [{}, {"w": torch.ones(2)}])
+def test_what_safetensors_cannot_hold_is_named(tmp_path: Path, others: dict[str, Any]) -> None:
     """A sparse weight is refused with its name for .safetensors, and kept in a .ckpt."""
     pytest.importorskip("safetensors")
-    checkpoint = {"state_dict": {"w": torch.ones(2), "sparse": torch.eye(3).to_sparse()}}
-    directory = saved(tmp_path / "c", checkpoint, names=())
+    sparse = {"sparse": torch.eye(3).to_sparse()}
+    directory = saved(tmp_path / "c", {"state_dict": others | sparse}, names=())
     with pytest.raises(CheckpointMismatchError, match=r"sparse.*\.ckpt"):
         export_checkpoint(directory, tmp_path / "one.safetensors")
     assert not (tmp_path / "one.safetensors").exists()

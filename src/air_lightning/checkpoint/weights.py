@@ -77,6 +77,8 @@ def _weights(metadata: Metadata, where: str) -> dict[str, str]:
             }
             if found:
                 return found
+    if TRAINER_KEY in paths:
+        return {}  # DCP could hold none of them: they are in the blob
     flat = all(len(path) == 1 for path in paths.values())
     entries = metadata.state_dict_metadata.values()
     if paths and flat and all(isinstance(entry, TensorStorageMetadata) for entry in entries):
