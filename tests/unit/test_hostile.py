@@ -357,6 +357,23 @@ def test_an_item_that_grows_is_refused() -> None:
         load_blob(bomb, weights_only=False)
 
 
+def test_an_item_of_tuples_nested_a_million_deep_is_refused() -> None:
+    """A key that torch could not hash without the end of the process is not given to torch."""
+    deep = b"\x80\x02}N" + b"\x85" * 1_000_000 + b"K\x01s."
+
+    def deepen(made: zipfile.ZipFile, name: str, data: bytes) -> None:
+        made.writestr(name, deep if name.endswith("data.pkl") else data)
+
+    with pytest.raises(UnsafeCheckpointError, match="nests tuples"), Bounded():
+        load_blob(packed({}, deepen))
+    nested: Any = ()
+    for _ in range(300):
+        nested = (nested, "a")
+    stream = io.BytesIO()
+    torch.save({"few": nested, "wide": tuple(range(100_000))}, stream)
+    assert load_blob(stream.getvalue())["wide"][-1] == 99_999
+
+
 def test_an_item_of_one_record_many_times_is_refused() -> None:
     """An archive whose directory names the same bytes again and again is refused."""
     stream = io.BytesIO()

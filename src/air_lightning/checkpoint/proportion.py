@@ -9,7 +9,8 @@ Pickles are programs, and C's unpickler runs them with no bound on anything:
 
 So the program is run first with weights in place of objects: what it would cost to hash a value, or
 to copy it. That takes a fraction of what Python's own unpickler would. What is refused here is
-nothing that a pickler writes of DCP metadata.
+nothing that a pickler writes of DCP metadata. Of blobs, which may hold any values, only the depth
+of tuples is looked at: torch's own unpickler bounds the memo, and not that.
 """
 
 import pickle
@@ -18,6 +19,7 @@ from typing import TypeAlias
 
 _HEAVIEST = 4096  # to hash, or to give to a call: shapes, paths of names, arguments
 _LONGEST_NUMBER = 255  # bytes, or digits
+_DEEPEST = 1000  # tuples within tuples of a blob: Python's own limit for calls
 
 
 class _Container:
@@ -102,6 +104,26 @@ class _Scan:
             _hold(_weight(key), [key])
         container.size += len(items)
         container.weight += len(items) + sum(map(_weight, items))
+
+
+class _DepthScan(_Scan):
+    """Runs a blob of torch.save's, whose values may be any: ints are depths of tuples here."""
+
+    def pay(self, value: _Value) -> None:
+        pass
+
+    def tuple_of(self, items: list[_Value]) -> None:
+        depth = 1 + max((item for item in items if isinstance(item, int)), default=0)
+        if depth > _DEEPEST:
+            raise TooDeepError(f"it nests tuples more than {_DEEPEST} deep")
+        self.stack.append(depth)
+
+    def grow(self, items: list[_Value], keys: list[_Value]) -> None:
+        pass
+
+
+class TooDeepError(pickle.UnpicklingError):
+    """A pickle nests tuples so deep that the hash of one would end the process."""
 
 
 def _weight(value: _Value) -> int:
@@ -226,6 +248,10 @@ def _stack_global(scan: _Scan) -> None:
     scan.stack.append(1)
 
 
+def _persistent(_: _Scan) -> None:
+    """One value for another; an unpickler that knows none refuses."""
+
+
 def _refuse(_: _Scan) -> None:
     raise pickle.UnpicklingError("an opcode that DCP metadata does not need")
 
@@ -250,6 +276,7 @@ _TABLE: dict[bytes, Callable[[_Scan], None]] = {
     **dict.fromkeys((pickle.STRING, pickle.UNICODE), _line_atom),
     **dict.fromkeys((pickle.INT, pickle.LONG, pickle.FLOAT), _line_number),
     pickle.GLOBAL: _global,
+    pickle.BINPERSID: _persistent,
     pickle.STACK_GLOBAL: _stack_global,
     pickle.PUT: lambda scan: _put(scan, int(scan.line())),
     pickle.BINPUT: lambda scan: _put(scan, scan.number(1)),
@@ -276,6 +303,20 @@ _TABLE: dict[bytes, Callable[[_Scan], None]] = {
     pickle.BUILD: _build,
 }
 _OPERATIONS = [_TABLE.get(bytes([code]), _refuse) for code in range(256)]
+
+
+def require_shallow(data: bytes) -> None:
+    """Refuse a pickle whose tuples are nested too deep; what else is wrong, torch says.
+
+    Raises:
+        TooDeepError: They are.
+    """
+    try:
+        _DepthScan(data).run()
+    except TooDeepError:
+        raise
+    except (IndexError, KeyError, ValueError, pickle.UnpicklingError):
+        return  # an opcode that torch refuses, too
 
 
 def require_proportion(data: bytes) -> None:

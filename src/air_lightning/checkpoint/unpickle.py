@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.serialization import get_unsafe_globals_in_checkpoint
 
+from air_lightning.checkpoint.proportion import TooDeepError, require_shallow
 from air_lightning.checkpoint.unpickler import METADATA_CLASSES, MetadataUnpickler
 from air_lightning.errors import CheckpointError, CorruptCheckpointError, UnsafeCheckpointError
 
@@ -75,7 +76,7 @@ def load_blob(
     stream = io.BytesIO(data) if isinstance(data, (bytes, bytearray, memoryview)) else data
     start = stream.tell()
     safe = weights_only is not False
-    _require_plain(stream, path)
+    _require_plain(stream, path, safe=safe)
     stream.seek(start)
     try:
         return torch.load(stream, map_location="cpu", weights_only=safe)
@@ -84,8 +85,10 @@ def load_blob(
         raise _blob_error(stream.read(), error, safe, path) from error
 
 
-def _require_plain(stream: BinaryIO, path: str) -> None:
+def _require_plain(stream: BinaryIO, path: str, *, safe: bool) -> None:
     """Refuse an archive that would grow in memory: compressed, or of the same bytes many times.
+
+    With ``safe`` also one whose tuples are nested so deep that hashing one ends the process.
 
     torch.save writes neither, but torch.load reads both, and a few MB can be made to hold more
     than any memory.
@@ -94,16 +97,34 @@ def _require_plain(stream: BinaryIO, path: str) -> None:
     try:
         with zipfile.ZipFile(stream) as archive:
             records = archive.infolist()
-        held = stream.seek(0, io.SEEK_END) - start
-    except (zipfile.BadZipFile, ValueError, NotImplementedError, struct.error):
+            grown = sum(record.file_size for record in records)
+            held = stream.seek(0, io.SEEK_END) - start
+            if safe and grown <= held:
+                _require_shallow(archive, path)
+    except (zipfile.BadZipFile, ValueError, NotImplementedError, RuntimeError, struct.error):
         return  # no archive: an older format, or damaged, and torch says so
-    grown = sum(record.file_size for record in records)
     if grown > held:
         raise UnsafeCheckpointError(
             f"{path} would grow from {held} to {grown} bytes in memory; torch.save writes nothing "
             "like it. Nothing of it was loaded. Do not use this checkpoint unless you know who "
             "made it."
         )
+
+
+def _require_shallow(archive: zipfile.ZipFile, path: str) -> None:
+    for record in archive.infolist():
+        if not record.filename.endswith("data.pkl"):
+            continue
+        with archive.open(record) as file:
+            file._expected_crc = None  # type: ignore[attr-defined] # torch may leave it out
+            data = file.read()
+        try:
+            require_shallow(data)
+        except TooDeepError as error:
+            raise UnsafeCheckpointError(
+                f"{path} would end this process when loaded: {error}. Do not use this checkpoint "
+                "unless you know who made it."
+            ) from error
 
 
 @contextmanager
