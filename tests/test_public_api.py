@@ -18,6 +18,7 @@ CONTRACT = {
     "list_checkpoints",
     "verify_checkpoint",
     "prune_checkpoints",
+    "export_checkpoint",
     "capture_rng_state",
     "restore_rng_state",
     "AirCheckpointIO",

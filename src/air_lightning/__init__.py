@@ -15,6 +15,7 @@ if TYPE_CHECKING:
         verify_checkpoint,
     )
     from air_lightning.checkpoint.dcp import UCVolumeReader, UCVolumeWriter
+    from air_lightning.checkpoint.export import export_checkpoint
     from air_lightning.checkpoint.rng import capture_rng_state, restore_rng_state
     from air_lightning.data.dataset import UCVolumeDataset
     from air_lightning.data.loader import DataLoader
@@ -52,6 +53,7 @@ _HOMES = {
         "verify_checkpoint",
     ),
     "air_lightning.checkpoint.dcp": ("UCVolumeReader", "UCVolumeWriter"),
+    "air_lightning.checkpoint.export": ("export_checkpoint",),
     "air_lightning.checkpoint.rng": ("capture_rng_state", "restore_rng_state"),
     "air_lightning.data.dataset": ("UCVolumeDataset",),
     "air_lightning.data.loader": ("DataLoader",),
@@ -113,6 +115,7 @@ __all__ = [
     "VolumeNotMountedError",
     "__version__",
     "capture_rng_state",
+    "export_checkpoint",
     "find_latest_valid",
     "list_checkpoints",
     "prune_checkpoints",

@@ -1,9 +1,9 @@
-"""``air-lightning``: what checkpoints there are, whether they are sound, and file lists.
+"""``air-lightning``: checkpoints listed, checked, pruned, exported; file lists; the machine.
 
 Tables for people, ``--json`` for programs. Exit codes: 0 yes or done, 1 no (none found, not
-sound), 2 wrong usage or argument, 3 storage cannot be reached. ``ls``, ``latest``, ``prune`` and
-``manifest`` load no torch, so they start in a fraction of a second. A reader that closes the pipe
-early (``| head``) changes neither the exit code nor prints an error.
+sound), 2 wrong usage or argument, 3 storage cannot be reached. Only ``export``,
+``inspect`` and some of ``verify --deep`` load torch, so the others start in a fraction of a second.
+A reader that closes the pipe early (``| head``) changes neither the exit code nor prints an error.
 """
 
 import argparse
@@ -51,7 +51,7 @@ def _run(options: argparse.Namespace) -> int:
         return command(options)
     except InvalidArgumentError as error:
         if isinstance(error.__cause__, ImportError):
-            return _fail(f"{error}{_extra(options.path)}", UNREACHABLE)
+            return _fail(f"{error}{_extra(str(error))}", UNREACHABLE)
         return _fail(error, USAGE)
     except (CheckpointError, EmptyVolumeError) as error:
         return _fail(error, NO)
@@ -59,8 +59,8 @@ def _run(options: argparse.Namespace) -> int:
         return _fail(error, UNREACHABLE)
 
 
-def _extra(path: str) -> str:
-    s3 = path.lower().startswith(("s3://", "s3a://"))
+def _extra(message: str) -> str:
+    s3 = message.lower().startswith(("s3://", "s3a://"))
     return " For s3:// there is an extra: pip install 'air-lightning[s3]'." if s3 else ""
 
 
@@ -76,7 +76,7 @@ def _print_all(text: str) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="air-lightning",
-        description="Look at, check and prune checkpoints on volumes; keep file lists.",
+        description="Look at, check, prune and export checkpoints on volumes; keep file lists.",
         epilog="exit codes: 0 yes or done, 1 no, 2 wrong usage, 3 storage cannot be reached",
     )
     parser.add_argument("--version", action="version", version=f"air-lightning {__version__}")
@@ -95,14 +95,27 @@ def _parser() -> argparse.ArgumentParser:
     manifest = _command(commands, "manifest", _manifest, "PATH", "keep a directory's file list")
     manifest.add_argument("out", metavar="OUT", help="the file to write")
     manifest.add_argument("--pattern", metavar="GLOB", help="only files that match, as '*.png'")
+    export = _command(commands, "export", _export, "PATH", "write a checkpoint as one file")
+    export.add_argument("out", metavar="OUT", help="FILE.ckpt, or FILE.safetensors for weights")
+    export.add_argument("--force", action="store_true", help="replace OUT if it is there")
+    doctor = _command(commands, "doctor", _doctor, "PATH", "say what this machine offers", many="*")
+    doctor.add_argument("--write", action="store_true", help="try to write below each PATH, too")
     return parser
 
 
 def _command(
-    commands: Any, name: str, run: Callable[[argparse.Namespace], int], place: str, text: str
+    commands: Any,
+    name: str,
+    run: Callable[[argparse.Namespace], int],
+    place: str,
+    text: str,
+    *,
+    many: str | None = None,
 ) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = commands.add_parser(name, help=text, description=text)
-    parser.add_argument("path", metavar=place, help="volume path, URL or local directory")
+    parser.add_argument(
+        "path", metavar=place, nargs=many, help="volume path, URL or local directory"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON, for programs")
     parser.set_defaults(command=run)
     return parser
@@ -191,6 +204,31 @@ def _inspect(options: argparse.Namespace) -> int:
     ]
     _print_table(("ENTRY", "KIND", "SHAPE", "STORED"), rows)
     return DONE
+
+
+def _export(options: argparse.Namespace) -> int:
+    from air_lightning.checkpoint.export import export_checkpoint
+
+    path = export_checkpoint(options.path, options.out, overwrite=options.force)
+    print(json.dumps({"path": path}) if options.json else f"Exported to {path}.")
+    return DONE
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    from air_lightning import doctor
+
+    checks = doctor.examine_machine()
+    for path in options.path:
+        checks += doctor.examine_place(path, write=options.write)
+    if options.json:
+        print(json.dumps([asdict(check) for check in checks]))
+    else:
+        rows = [(check.status, check.name, check.found) for check in checks]
+        _print_table(("", "CHECK", "FOUND"), rows)
+        for check in checks:
+            if check.remedy:
+                print(f"{check.status}: {check.name}: {check.remedy}")
+    return NO if any(check.status == doctor.FAIL for check in checks) else DONE
 
 
 def _print_records(records: list[CheckpointRecord], as_json: bool, *, empty: str) -> None:

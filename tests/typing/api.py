@@ -7,6 +7,7 @@ from typing_extensions import assert_type
 from air_lightning import (
     DataLoader,
     UCVolumeDataset,
+    export_checkpoint,
     find_latest_valid,
     list_checkpoints,
     write_manifest,
@@ -18,6 +19,7 @@ loader = DataLoader(dataset, batch_size=2)
 
 assert_type(find_latest_valid("/Volumes/a/b/c"), str | None)
 assert_type(list_checkpoints("/Volumes/a/b/c"), list[CheckpointRecord])
+assert_type(export_checkpoint("/Volumes/a/b/c/d", "d.ckpt"), str)
 assert_type(loader.state_dict(), dict[str, Any])
 assert_type(loader.statistics(), dict[str, float])
 assert_type(len(dataset), int)

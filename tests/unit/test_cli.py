@@ -5,15 +5,19 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
+from importlib.metadata import requires
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
+from air_lightning import doctor
 from air_lightning.checkpoint.dcp import UCVolumeWriter
 from air_lightning.cli import main
 from air_lightning.data.dataset import UCVolumeDataset
+from conftest import Volume
 
 pytestmark = [
     pytest.mark.timeout(60),
@@ -195,3 +199,81 @@ def test_manifest_writes_a_list_that_a_dataset_takes(
     assert json.loads(_out(capsys)) == {"path": str(files), "manifest": out, "count": 2}
     assert main(["manifest", str(files), out, "--pattern", "*.jpg"]) == 1
     assert main(["manifest", str(files), out, "--pattern", "/"]) == 2
+
+
+def test_export_writes_one_file(
+    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The path goes to stdout; what is there stays unless --force; what is none is named."""
+    state = {"model": {"w": torch.ones(2)}}
+    dcp.save(state, storage_writer=UCVolumeWriter(tmp_path / "one", global_step=1))
+    out = f"{tmp_path}/one.ckpt"
+    assert main(["export", f"{tmp_path}/one", out]) == 0
+    assert _out(capsys) == f"Exported to {out}.\n"
+    assert torch.load(out, weights_only=True)["state_dict"].keys() == {"w"}
+    assert main(["export", f"{tmp_path}/one", out]) == 2
+    assert "--force" in capsys.readouterr().err
+    assert main(["export", f"{tmp_path}/one", out, "--force", "--json"]) == 0
+    assert json.loads(_out(capsys)) == {"path": out}
+    assert main(["export", f"{tmp_path}/one", f"{tmp_path}/one.zip"]) == 2
+    assert main(["export", str(root / "step_3"), f"{tmp_path}/torn.ckpt"]) == 1
+    assert main(["export", str(root / "step_2"), f"{tmp_path}/net.ckpt"]) == 1
+    assert "weights" in capsys.readouterr().err
+    assert not os.path.exists(f"{tmp_path}/net.ckpt")
+
+
+def test_doctor_examines_machine_and_paths(
+    volume: Volume, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One line for each check; --write leaves nothing behind; a failed check gives exit code 1."""
+    assert main(["doctor", volume.path, "memory://doctor", "--write"]) == 0
+    lines = _out(capsys).splitlines()
+    assert any(line.startswith("ok") and f"rename {volume.path}" in line for line in lines)
+    assert any("plugin line" in line for line in lines)
+    assert os.listdir(volume.directory) == []
+    assert main(["doctor", "--json"]) == 0
+    checks = {check["name"]: check for check in json.loads(_out(capsys))}
+    assert checks["torch"]["found"] == torch.__version__
+    assert all(check["remedy"] or check["status"] == "ok" for check in checks.values())
+    assert main(["doctor", "/Volumes/a/b"]) == 1
+    assert "fail: list /Volumes/a/b: " in _out(capsys)
+
+
+def test_doctor_names_what_is_wrong_and_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A stand-in that is not there, a full disk and a missing path each have a remedy."""
+    monkeypatch.setenv("AIR_VOLUMES_ROOT", str(tmp_path / "missing"))
+    disk = os.statvfs(tempfile.gettempdir())
+    nearly_all = disk.f_blocks * disk.f_frsize - 1
+    monkeypatch.setenv("SGC_FSLAYER_MIN_FREE_DISK_BYTES", str(nearly_all))
+    assert main(["doctor", str(tmp_path / "new"), "--json"]) == 1
+    checks = {check["name"]: check for check in json.loads(_out(capsys))}
+    assert checks["/Volumes"]["status"] == "fail"
+    assert checks["cache disk"]["status"] == "warn"
+    assert "TMPDIR" in checks["cache disk"]["remedy"]
+    assert checks[f"list {tmp_path}/new"]["status"] == "warn"
+    monkeypatch.setenv("SGC_FSLAYER_MIN_FREE_DISK_BYTES", "plenty")
+    assert main(["doctor"]) == 1
+    assert "plenty" in _out(capsys)
+
+
+def test_doctor_asks_for_the_versions_that_the_package_asks_for() -> None:
+    """The table of lower bounds is the one that pip goes by."""
+    wanted = {}
+    for text in requires("air-lightning") or ():
+        if match := re.match(r"([\w-]+)(?:\[.*\])?.*>=([\d.]+)", text.partition(";")[0]):
+            wanted.setdefault(match[1], tuple(map(int, match[2].split("."))))
+    assert all(wanted[names[0]] == least for names, least in doctor.PACKAGES.items())
+
+
+def test_doctor_loads_no_torch() -> None:
+    """What the machine has is known without importing it."""
+    program = (
+        "import sys; from air_lightning.cli import main; main(['doctor']);"
+        "sys.exit(50 * any(m in sys.modules for m in ('torch', 'lightning', 'mlflow', 'fsspec')))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=50, check=False
+    )
+    assert done.returncode == 0, done.stderr

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import Any
 
+from air_lightning.checkpoint.location import refuse_link_out
 from air_lightning.checkpoint.manifest import (
     METADATA,
     SHARD_SUFFIX,
@@ -19,7 +20,7 @@ from air_lightning.checkpoint.manifest import (
     read_manifest,
     step_in_name,
 )
-from air_lightning.errors import AirError
+from air_lightning.errors import AirError, UnsafeCheckpointError
 from air_lightning.volumes.storage import Storage, open_storage
 
 _PIECE = 8 << 20
@@ -153,12 +154,16 @@ def examine_deep(candidate: Candidate, record: CheckpointRecord) -> CheckpointRe
         inspection = import_module("air_lightning.checkpoint.inspection")
         reason = inspection.damaged_item(candidate.storage)
     else:
-        reason = _wrong_checksum(candidate.storage, candidate.manifest)
+        try:
+            reason = _wrong_checksum(candidate.storage, candidate.manifest)
+        except UnsafeCheckpointError as error:
+            reason = str(error)
     return replace(record, valid=reason is None, reason=reason)
 
 
 def _wrong_checksum(storage: Storage, manifest: Manifest) -> str | None:
     for name, wanted in manifest.files.items():
+        refuse_link_out(storage.root, name)
         if wanted.checksum is None:
             continue
         if not wanted.checksum.startswith(f"{Checksum.algorithm}:"):

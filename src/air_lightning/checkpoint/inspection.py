@@ -8,6 +8,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 
 from air_lightning.checkpoint.catalog import verify_checkpoint
 from air_lightning.checkpoint.harmless import harmless_allowed
+from air_lightning.checkpoint.location import refuse_link_out
 from air_lightning.checkpoint.manifest import METADATA
 from air_lightning.checkpoint.reader import UCVolumeReader, refuse_foreign_files
 from air_lightning.checkpoint.unpickle import load_blob, load_metadata
@@ -65,6 +66,7 @@ def damaged_item(storage: Storage) -> str | None:
         metadata = load_metadata(storage.read_bytes(METADATA), path=f"{storage.root}/{METADATA}")
         refuse_foreign_files(metadata, storage.root)
         for index, info in metadata.storage_data.items():
+            refuse_link_out(storage.root, info.relative_path)
             data = storage.read_bytes(info.relative_path, info.offset, info.length)
             if len(data) != info.length:
                 return f"{info.relative_path} ends before {index.fqn}, which it should hold"

@@ -3,7 +3,11 @@
 import os
 from typing import Any
 
-from air_lightning.errors import InvalidArgumentError, InvalidPathError
+from air_lightning.errors import (
+    InvalidArgumentError,
+    InvalidPathError,
+    UnsafeCheckpointError,
+)
 from air_lightning.volumes import path as paths
 from air_lightning.volumes.storage import Storage, open_storage
 
@@ -49,6 +53,23 @@ class OnVolume:
         except (InvalidPathError, TypeError):
             return False
         return True
+
+
+def refuse_link_out(path: str, name: str) -> None:
+    """Refuse to read a file of a checkpoint that is a link to somewhere else.
+
+    Raises:
+        UnsafeCheckpointError: Names the file and where it leads.
+    """
+    directory = paths.local_dir(path)
+    if directory is None or ("/" not in name and not os.path.islink(f"{directory}/{name}")):
+        return
+    real, home = os.path.realpath(f"{directory}/{name}"), os.path.realpath(directory)
+    if not real.startswith(f"{home}/"):
+        raise UnsafeCheckpointError(
+            f"{path}/{name} is a link that leads out of the checkpoint, to {real}; nothing of it "
+            "was read. If you put it there yourself, copy the checkpoint with cp -rL."
+        )
 
 
 def require_count(name: str, value: object, *, least: int, optional: bool = False) -> None:

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.futures import Future
 
 from air_lightning.checkpoint.harmless import harmless_allowed
-from air_lightning.checkpoint.location import OnVolume, require_count
+from air_lightning.checkpoint.location import OnVolume, refuse_link_out, require_count
 from air_lightning.checkpoint.manifest import (
     METADATA,
     Checksum,
@@ -189,6 +189,7 @@ class UCVolumeReader(OnVolume, FileSystemReader):  # type: ignore[misc] # a Path
             self._check_checksum(name, str(checksum))
 
     def _checked_size(self, name: str, ranges: list[Range]) -> int:
+        refuse_link_out(self.path, name)
         try:
             size = self._storage.stat(name).size
         except FileNotFoundError as error:

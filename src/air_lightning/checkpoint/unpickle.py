@@ -3,19 +3,18 @@
 Whoever can write to a volume could otherwise run code wherever a checkpoint is read: ``.metadata``
 is a raw pickle, and DCP's default planner loads byte items with ``weights_only=False``.
 
-``.metadata``: every global is looked up in the table below, never imported; then the result's
-shape is checked. Blobs: ``torch.load(weights_only=True)``, unless the caller says otherwise.
+``.metadata``: by an unpickler of its own (``unpickler.py``), which imports nothing and makes no
+more of the bytes than their size; then the result's shape is checked. Blobs: refused where they
+would grow in memory; then ``torch.load(weights_only=True)``, unless the caller says otherwise.
 """
 
 import io
-import pathlib
 import pickle
 import pickletools
+import struct
 import zipfile
-from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from enum import Enum
 from typing import Any, BinaryIO, cast
 
 import torch
@@ -28,30 +27,9 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.serialization import get_unsafe_globals_in_checkpoint
 
+from air_lightning.checkpoint.proportion import TooDeepError, require_shallow
+from air_lightning.checkpoint.unpickler import METADATA_CLASSES, MetadataUnpickler
 from air_lightning.errors import CheckpointError, CorruptCheckpointError, UnsafeCheckpointError
-
-_METADATA_CLASSES: dict[tuple[str, str], type] = {
-    (cls.__module__, cls.__qualname__): cls
-    for cls in (
-        metadata.BytesStorageMetadata,
-        metadata.ChunkStorageMetadata,
-        metadata.Metadata,
-        metadata.MetadataIndex,
-        metadata.StorageMeta,
-        metadata.TensorProperties,
-        metadata.TensorStorageMetadata,
-        metadata._MEM_FORMAT_ENCODING,
-        filesystem._StorageInfo,
-    )
-}
-_BUILTINS: dict[tuple[str, str], Any] = {
-    ("torch", "Size"): torch.Size,
-    ("collections", "OrderedDict"): OrderedDict,
-    ("builtins", "set"): set,
-    ("builtins", "frozenset"): frozenset,
-}
-_PATH_NAMES = {"Path", "PosixPath", "PurePath", "PurePosixPath", "PureWindowsPath", "WindowsPath"}
-_PATH_MODULES = {"pathlib", "pathlib._local"}  # the second since Python 3.13
 
 
 def load_metadata(data: bytes, *, path: str = ".metadata") -> Metadata:
@@ -70,7 +48,7 @@ def load_metadata(data: bytes, *, path: str = ".metadata") -> Metadata:
     """
     try:
         with _classes_unchanged(path):
-            loaded = _MetadataUnpickler(io.BytesIO(data), path).load()
+            loaded = MetadataUnpickler(data, path).load()
     except CheckpointError:
         raise
     except Exception as error:  # garbage makes a pickle raise anything
@@ -98,6 +76,8 @@ def load_blob(
     stream = io.BytesIO(data) if isinstance(data, (bytes, bytearray, memoryview)) else data
     start = stream.tell()
     safe = weights_only is not False
+    _require_plain(stream, path, safe=safe)
+    stream.seek(start)
     try:
         return torch.load(stream, map_location="cpu", weights_only=safe)
     except Exception as error:  # garbage makes torch.load raise anything
@@ -105,65 +85,46 @@ def load_blob(
         raise _blob_error(stream.read(), error, safe, path) from error
 
 
-class _MetadataUnpickler(pickle.Unpickler):
-    """Looks globals up in the tables above; never imports."""
+def _require_plain(stream: BinaryIO, path: str, *, safe: bool) -> None:
+    """Refuse an archive that would grow in memory: compressed, or of the same bytes many times.
 
-    def __init__(self, stream: BinaryIO, path: str) -> None:
-        super().__init__(stream)
-        self._path = path
+    With ``safe`` also one whose tuples are nested so deep that hashing one ends the process.
 
-    def find_class(self, module: str, name: str, /) -> Any:
-        found = _METADATA_CLASSES.get((module, name)) or _BUILTINS.get((module, name))
-        if found is None:
-            found = _special(module, name)
-        if found is None:
-            raise UnsafeCheckpointError(
-                f"{self._path} names the global {module}.{name}, which DCP metadata does not need; "
-                "wanted only torch's own metadata classes. It was not run. If you trust whoever "
-                "wrote this checkpoint, convert it with torch's own tools; else delete it."
-            )
-        return found
-
-    def persistent_load(self, pid: Any, /) -> Any:
-        raise pickle.UnpicklingError(f"persistent id {pid!r}")
-
-
-def _special(module: str, name: str) -> Any:
-    """Stand-ins for globals that are too powerful, or differ between machines and versions.
-
-    New functions at each look-up: a pickle can set attributes on whatever it gets here.
+    torch.save writes neither, but torch.load reads both, and a few MB can be made to hold more
+    than any memory.
     """
-    if module == "torch":
-        value = vars(torch).get(name)
-        return value if isinstance(value, torch.dtype) else None
-    if (module, name) == ("torch.serialization", "_get_layout"):
-        return _fresh(_layout)
-    if (module, name) in {("builtins", "getattr"), ("__builtin__", "getattr")}:
-        return _fresh(_enum_member)  # Python 3.11 pickles the member of an Enum so
-    if module in _PATH_MODULES and name in _PATH_NAMES:
-        windows = "Windows" in name
-        return _fresh(pathlib.PureWindowsPath if windows else pathlib.PurePosixPath)
-    return None
+    start = stream.tell()
+    try:
+        with zipfile.ZipFile(stream) as archive:
+            records = archive.infolist()
+            grown = sum(record.file_size for record in records)
+            held = stream.seek(0, io.SEEK_END) - start
+            if safe and grown <= held:
+                _require_shallow(archive, path)
+    except (zipfile.BadZipFile, ValueError, NotImplementedError, RuntimeError, struct.error):
+        return  # no archive: an older format, or damaged, and torch says so
+    if grown > held:
+        raise UnsafeCheckpointError(
+            f"{path} would grow from {held} to {grown} bytes in memory; torch.save writes nothing "
+            "like it. Nothing of it was loaded. Do not use this checkpoint unless you know who "
+            "made it."
+        )
 
 
-def _fresh(function: Callable[..., Any]) -> Callable[..., Any]:
-    def fresh(*arguments: Any) -> Any:
-        return function(*arguments)
-
-    return fresh
-
-
-def _layout(name: str) -> torch.layout:
-    value = vars(torch).get(str(name).removeprefix("torch."))
-    if not isinstance(value, torch.layout):
-        raise pickle.UnpicklingError(f"{name!r} is no torch.layout")
-    return value
-
-
-def _enum_member(cls: type, name: str) -> Enum:
-    if cls is not metadata._MEM_FORMAT_ENCODING:
-        raise pickle.UnpicklingError(f"getattr on {cls!r}")
-    return metadata._MEM_FORMAT_ENCODING[name]
+def _require_shallow(archive: zipfile.ZipFile, path: str) -> None:
+    for record in archive.infolist():
+        if not record.filename.endswith("data.pkl"):
+            continue
+        with archive.open(record) as file:
+            file._expected_crc = None  # type: ignore[attr-defined] # torch may leave it out
+            data = file.read()
+        try:
+            require_shallow(data)
+        except TooDeepError as error:
+            raise UnsafeCheckpointError(
+                f"{path} would end this process when loaded: {error}. Do not use this checkpoint "
+                "unless you know who made it."
+            ) from error
 
 
 @contextmanager
@@ -173,7 +134,7 @@ def _classes_unchanged(path: str) -> Iterator[None]:
     The BUILD opcode sets attributes on any object on the stack, a class of ours included: a
     ``__setstate__`` smuggled in so would outlive this load.
     """
-    before = {cls: _attributes(cls) for cls in _METADATA_CLASSES.values()}
+    before = {cls: _attributes(cls) for cls in METADATA_CLASSES.values()}
     try:
         yield
     finally:
@@ -221,7 +182,7 @@ def _is_entry(item: tuple[Any, Any]) -> bool:
         return True
     return (
         type(value) is TensorStorageMetadata
-        and isinstance(getattr(value, "size", None), torch.Size)
+        and _is_shape(getattr(value, "size", None))
         and isinstance(getattr(value, "properties", None), metadata.TensorProperties)
         and all(map(_is_chunk, getattr(value, "chunks", (None,))))
     )
@@ -229,8 +190,12 @@ def _is_entry(item: tuple[Any, Any]) -> bool:
 
 def _is_chunk(chunk: Any) -> bool:
     return type(chunk) is metadata.ChunkStorageMetadata and all(
-        isinstance(getattr(chunk, name, None), torch.Size) for name in ("offsets", "sizes")
+        _is_shape(getattr(chunk, name, None)) for name in ("offsets", "sizes")
     )
+
+
+def _is_shape(value: Any) -> bool:
+    return isinstance(value, torch.Size) and all(length >= 0 for length in value)
 
 
 def _is_location(item: tuple[Any, Any]) -> bool:

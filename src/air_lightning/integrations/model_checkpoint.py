@@ -1,11 +1,11 @@
 """What a ModelCheckpoint does only right with files that are there at once, corrected per instance.
 
-    dirpath       taken as it was written: Lightning makes relative paths of some URLs
-    links         made when what they lead to is published
-    save_last     a second name for the checkpoint that was just saved, where files can be linked,
-                  and not a second save of the same step
-    loggers       told of a checkpoint when it is published, on the training thread
-    on_exception  a checkpoint that cannot be saved is a line in the log: the user's error comes out
+dirpath       taken as it was written: Lightning makes relative paths of some URLs
+links         made when what they lead to is published
+save_last     a second name for the checkpoint that was just saved, where files can be linked,
+and not a second save of the same step
+loggers       told of a checkpoint when it is published, on the training thread
+on_exception  a checkpoint that cannot be saved is a line in the log: the user's error comes out
 """
 
 import logging

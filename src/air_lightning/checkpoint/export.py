@@ -1,0 +1,245 @@
+"""One file out of a checkpoint directory, for programs that know nothing of directories.
+
+In order: what ``out`` asks for, by its extension, and whether something is there already; the
+source's files by their sizes; what its index claims, before memory is taken for it; then all of it
+to the CPU, and one write that appears under the name of ``out`` whole or not at all.
+
+Memory at its peak: what is exported (for ``.safetensors`` the weights alone) once, and a few read
+buffers of some hundred MB. A ``.safetensors`` file is made in ``TMPDIR`` first: its library writes
+to local files only.
+"""
+
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Mapping
+from importlib.metadata import version
+from typing import Any, TypeAlias
+
+import torch
+
+from air_lightning.checkpoint import attempt
+from air_lightning.checkpoint.catalog import verify_checkpoint
+from air_lightning.checkpoint.claims import require_stored
+from air_lightning.checkpoint.places import TRAINER_KEY
+from air_lightning.checkpoint.reader import UCVolumeReader
+from air_lightning.checkpoint.restore import read_checkpoint
+from air_lightning.checkpoint.weights import read_extra, read_weights
+from air_lightning.errors import (
+    AirError,
+    CheckpointError,
+    CheckpointMismatchError,
+    CorruptCheckpointError,
+    InvalidArgumentError,
+    StorageError,
+)
+from air_lightning.volumes import path as paths
+from air_lightning.volumes.storage import Storage, open_storage
+
+_LIGHTNING = "pytorch-lightning_version"  # load_from_checkpoint asks for it
+_PIECE = 8 << 20
+
+PathLike = str | os.PathLike[str]
+
+
+def export_checkpoint(
+    path: PathLike,
+    out: PathLike,
+    *,
+    overwrite: bool = False,
+    weights_only: bool | None = None,
+    storage_options: dict[str, Any] | None = None,
+) -> str:
+    """Write a checkpoint directory as one file.
+
+    From a checkpoint of ``AirCheckpointIO``, of any strategy and number of ranks, a ``.ckpt`` has
+    what Lightning's own file has: ``LightningModule.load_from_checkpoint`` reads it, and
+    ``Trainer.fit(ckpt_path=...)`` resumes from it without this package. Left out is what only one
+    rank knows: loader positions and random generators. From other DCP directories, and Lightning's
+    own sharded ones, come the weights.
+
+    Args:
+        path: The checkpoint's directory: a volume path, an fsspec URL or a local path.
+        out: The file, ``.ckpt`` or ``.safetensors`` (weights alone; needs safetensors), wherever
+            ``path`` may be.
+        overwrite: Replace a file that is there already.
+        weights_only: As of ``torch.load``, for the objects of the checkpoint; None means True.
+            False runs what they hold.
+        storage_options: Passed to fsspec, for both.
+
+    Returns:
+        ``out``, as users see it.
+
+    Raises:
+        InvalidArgumentError: ``out`` has another extension, or is there already.
+        CheckpointError: ``path`` is no sound checkpoint, or has no weights that can be told.
+        UnsafeCheckpointError: Reading it would run code.
+        StorageError: Reading or writing failed.
+    """
+    target = paths.normalize(out, allow_local=True)
+    write = _writer(target)
+    storage = open_storage(paths.parent(target), allow_local=True, storage_options=storage_options)
+    _require_free(storage, target, overwrite)
+    source = attempt.newest(paths.normalize(path, allow_local=True), storage_options)
+    weights_alone = write is _write_safetensors
+    try:
+        checkpoint = _read(source, weights_only, storage_options, weights_alone=weights_alone)
+    except (AirError, OSError):
+        raise
+    except Exception as error:  # what was altered may be anything where something else was
+        raise CorruptCheckpointError(
+            f"{source} cannot be put together: {type(error).__name__}: {error}. It was altered, or "
+            "is larger than the memory of this machine. find_latest_valid(root) names the newest "
+            "sound checkpoint."
+        ) from error
+    write(checkpoint, storage, paths.name(target))
+    return target
+
+
+_Writer: TypeAlias = Callable[[dict[str, Any], Storage, str], None]
+
+
+def _writer(target: str) -> _Writer:
+    extension = os.path.splitext(paths.name(target))[1].lower()
+    if extension == ".ckpt":
+        return _write_ckpt
+    if extension != ".safetensors":
+        raise InvalidArgumentError(
+            f"{target} was given to export to; wanted is a file name that ends in .ckpt (all that "
+            "Lightning needs) or .safetensors (weights)."
+        )
+    try:
+        import safetensors.torch  # noqa: F401 - said now, not after minutes of reading
+    except ImportError as error:
+        raise InvalidArgumentError(
+            f"{target} was given to export to, and safetensors is not installed. "
+            "pip install safetensors (the extra is air-lightning[export]), or export to a .ckpt."
+        ) from error
+    return _write_safetensors
+
+
+def _require_free(storage: Storage, target: str, overwrite: bool) -> None:
+    name = paths.name(target)
+    try:
+        found = [entry for entry in storage.list_dir() if entry.name == name]
+    except FileNotFoundError:
+        return
+    if not found:
+        return
+    if found[0].is_dir:
+        raise InvalidArgumentError(
+            f"{target} was given to export to, and is a directory (a checkpoint of this package is "
+            "one); give another name."
+        )
+    if not overwrite:
+        raise InvalidArgumentError(
+            f"{target} is there already. Give another name, or overwrite=True (--force) to replace "
+            "it."
+        )
+
+
+def _read(
+    source: str,
+    weights_only: bool | None,
+    options: dict[str, Any] | None,
+    *,
+    weights_alone: bool,
+) -> dict[str, Any]:
+    verify_checkpoint(source, storage_options=options)
+    directory = open_storage(source, allow_local=True, storage_options=options)
+    reader = UCVolumeReader(source, storage_options=options)
+    metadata = reader.read_metadata()
+    require_stored(metadata, directory)
+    if weights_alone:
+        return read_weights(reader, metadata, weights_only=weights_only)
+    if TRAINER_KEY not in metadata.state_dict_metadata:
+        extra = read_extra(directory, weights_only=weights_only)
+        return extra | read_weights(reader, metadata, weights_only=weights_only)
+    checkpoint, _ = read_checkpoint(
+        reader, rank=0, weights_only=weights_only, process_group=None, no_dist=True
+    )
+    return checkpoint
+
+
+def _write_ckpt(checkpoint: dict[str, Any], storage: Storage, name: str) -> None:
+    states = checkpoint.get("optimizer_states")
+    if isinstance(states, list):
+        checkpoint["optimizer_states"] = [_with_numbers(state) for state in states]
+    checkpoint.setdefault(_LIGHTNING, version("lightning"))
+    try:
+        with storage.open_write(name) as stream:
+            torch.save(checkpoint, stream)
+    except RuntimeError as error:
+        # torch's writer hides what the stream raised behind a message about positions.
+        if isinstance(error.__context__, OSError):
+            raise error.__context__ from error
+        raise
+
+
+def _with_numbers(state: Any) -> Any:
+    """Return an optimizer's state with numbers for parameters, where sharding made them names."""
+    groups = state.get("param_groups") if isinstance(state, dict) else None
+    if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
+        return state
+    names = [name for group in groups for name in group.get("params", ())]
+    if not any(isinstance(name, str) for name in names):
+        return state
+    # torch numbers parameters in the order of the groups.
+    numbers = {name: number for number, name in enumerate(names)}
+    return {
+        **state,
+        "state": {numbers.get(name, name): value for name, value in state["state"].items()},
+        "param_groups": [
+            {**group, "params": [numbers[name] for name in group["params"]]} for group in groups
+        ],
+    }
+
+
+def _write_safetensors(checkpoint: dict[str, Any], storage: Storage, name: str) -> None:
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    tensors = _flat(checkpoint)
+    with tempfile.TemporaryDirectory(prefix="air-export-") as directory:
+        local = f"{directory}/weights"
+        try:
+            save_file(tensors, local, metadata={"format": "pt"})
+        except (SafetensorError, ValueError, KeyError) as error:
+            raise StorageError(
+                f"safetensors could not write {paths.join(storage.root, name)}: {error}. It needs "
+                f"as much free disk in {directory} (TMPDIR) as the weights are large, and dtypes "
+                "that it knows; a .ckpt needs neither."
+            ) from error
+        with open(local, "rb") as source, storage.open_write(name) as stream:
+            shutil.copyfileobj(source, stream, _PIECE)
+
+
+def _flat(checkpoint: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """Return the weights as safetensors wants them: contiguous, and none in another's memory."""
+    tensors: dict[str, torch.Tensor] = {}
+    others: list[str] = []
+    taken: set[int] = set()
+    for name, value in _leaves(checkpoint["state_dict"]):
+        if not isinstance(value, torch.Tensor) or value.layout != torch.strided:
+            others.append(name)
+            continue
+        tensor = value.detach().contiguous()
+        if tensor.untyped_storage().data_ptr() in taken:
+            tensor = tensor.clone()
+        taken.add(tensor.untyped_storage().data_ptr())
+        tensors[name] = tensor
+    if others:
+        raise CheckpointMismatchError(
+            f"The state_dict has entries that are no dense tensors, which .safetensors cannot "
+            f"hold: {', '.join(others[:5])}. Export to a .ckpt, which can."
+        )
+    if not tensors:
+        raise CheckpointError("The checkpoint has no weights, so there is nothing to export.")
+    return tensors
+
+
+def _leaves(state: Any, prefix: str = "") -> list[tuple[str, Any]]:
+    if not isinstance(state, Mapping):
+        return [(prefix, state)]
+    dot = f"{prefix}." if prefix else ""
+    return [leaf for key, value in state.items() for leaf in _leaves(value, f"{dot}{key}")]
