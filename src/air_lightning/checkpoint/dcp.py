@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
+from air_lightning.checkpoint.envelope import envelope, is_plain, raw_bytes
 from air_lightning.checkpoint.location import OnVolume, require_count
 from air_lightning.checkpoint.manifest import (
     MANIFEST,
@@ -185,10 +186,10 @@ class UCVolumeWriter(OnVolume, FileSystemWriter):  # type: ignore[misc] # a Path
         start = stream.tell()
         data = planner.resolve_data(item)
         if not self._extensions:
-            _serialize(data, cast("IO[bytes]", stream))
+            _write(data, stream)
             return filesystem._StorageInfo(name, start, stream.tell() - start)
         sink, descriptors = self.transforms.transform_save_stream(item, cast("Any", stream))
-        _serialize(data, sink)
+        _write(data, sink)
         sink.close()
         return filesystem._StorageInfo(name, start, stream.tell() - start, descriptors)
 
@@ -212,17 +213,28 @@ class UCVolumeWriter(OnVolume, FileSystemWriter):  # type: ignore[misc] # a Path
         )
 
 
-def _serialize(data: torch.Tensor | io.BytesIO, sink: IO[bytes]) -> None:
+def _write(data: torch.Tensor | io.BytesIO, sink: IO[bytes] | ShardStream) -> None:
     if isinstance(data, io.BytesIO):
         sink.write(data.getbuffer())
-    else:
-        torch.save(_compact(data), sink)
+        return
+    tensor = _compact(data)
+    around = envelope(tensor.dtype, tensor.shape, _stride(tensor)) if is_plain(tensor) else None
+    if around is None or not isinstance(sink, ShardStream):
+        torch.save(tensor, cast("IO[bytes]", sink))
+        return
+    for piece in (around.head, raw_bytes(tensor), around.tail):
+        sink.lend(memoryview(piece))
 
 
 def _compact(tensor: torch.Tensor) -> torch.Tensor:
     """Return it on the CPU with a storage of its own: torch.save writes whole storages."""
     tensor = tensor.detach().cpu()
     return tensor if tensor.untyped_storage().size() == tensor.nbytes else tensor.clone()
+
+
+def _stride(tensor: torch.Tensor) -> tuple[int, ...] | None:
+    """Return None for the usual order: then tensors of one shape share one envelope."""
+    return None if tensor.is_contiguous() else tensor.stride()
 
 
 def _require_torch_format(given: Any) -> None:
