@@ -14,7 +14,7 @@ from air_lightning.checkpoint.catalog import verify_checkpoint
 from air_lightning.checkpoint.dcp import UCVolumeReader, UCVolumeWriter
 from air_lightning.checkpoint.planner import LoadPlanner, SavePlanner, load, save
 from air_lightning.checkpoint.room import planned_bytes, require_room
-from air_lightning.errors import InvalidArgumentError, StorageError
+from air_lightning.errors import InvalidArgumentError, SaveFailedError, StorageError
 from air_lightning.integrations.checkpoint_io import AirCheckpointIO
 from air_lightning.volumes.storage import open_storage
 from ranks import KILLED, run_ranks
@@ -39,9 +39,7 @@ def assert_saved(path: Path) -> None:
 def test_a_save_that_cannot_fit_is_refused_before_the_earlier_one_goes(tmp_path: Path) -> None:
     """The error names bytes needed and free, is ENOSPC, and the checkpoint in place stays whole."""
     saved(tmp_path, VALUES)
-    with pytest.raises(
-        StorageError, match=r"bytes free, and the save needs 18014398509\d+"
-    ) as info:
+    with pytest.raises(StorageError, match=r"bytes are free, and it needs 18014398509\d+") as info:
         saved(tmp_path, HUGE)
     assert info.value.errno == errno.ENOSPC
     assert_saved(tmp_path)
@@ -132,7 +130,7 @@ def test_a_killed_save_leaves_the_staging_directory_empty(tmp_path: Path) -> Non
 def test_a_staging_directory_without_room_is_refused(tmp_path: Path) -> None:
     """The error names the directory, the bytes needed and the bytes free."""
     writer = UCVolumeWriter("memory://room-full/ckpt", staging_dir=tmp_path / "staging")
-    with pytest.raises(StorageError, match=r"staging_dir=.* bytes free, and the save needs"):
+    with pytest.raises(StorageError, match=r"staging_dir=.* bytes are free, and it needs"):
         save(dict(HUGE), writer, process_group=None, no_dist=True)
 
 
@@ -156,7 +154,7 @@ def test_a_place_that_cannot_be_made_fails_the_call_of_the_save(tmp_path: Path) 
     """Below a file the first save raises at its call; nothing was staged."""
     (tmp_path / "file").write_text("mine")
     io = AirCheckpointIO()
-    with pytest.raises(StorageError):
+    with pytest.raises(SaveFailedError, match="file"):
         io.save_checkpoint({"state_dict": VALUES}, str(tmp_path / "file" / "ckpt"))
     assert io.stats == []
 

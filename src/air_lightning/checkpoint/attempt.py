@@ -16,7 +16,7 @@ import os
 from typing import Any
 
 from air_lightning.checkpoint.catalog import CheckpointRecord, remove_checkpoint, verify_checkpoint
-from air_lightning.errors import CheckpointError
+from air_lightning.errors import AirError, CheckpointError, SaveFailedError
 from air_lightning.volumes import path as paths
 from air_lightning.volumes.storage import open_storage
 
@@ -42,9 +42,15 @@ def require_place(path: str, options: dict[str, Any] | None) -> None:
     """Make a checkpoint's directory, before the state is staged for it: a save needs no more.
 
     Raises:
-        StorageError: It cannot be made: below a file, read-only, not permitted.
+        SaveFailedError: It cannot be made: below a file, read-only, not permitted.
     """
-    open_storage(path, allow_local=True, storage_options=options).make_root()
+    try:
+        open_storage(path, allow_local=True, storage_options=options).make_root()
+    except (AirError, OSError) as error:
+        raise SaveFailedError(
+            f"Nothing can be saved to {path}, and nothing was staged: {error} The checkpoint "
+            "before it is as it was. Name a directory that can be written."
+        ) from error
 
 
 def settle(written: str, options: dict[str, Any] | None) -> None:

@@ -111,7 +111,8 @@ class Detour:
 
 def _no_room(where: str, needed: int, free: int, remedy: str) -> StorageError:
     error = StorageError(
-        f"{where} has {free} bytes free, and the save needs {needed}. Nothing was written. {remedy}"
+        f"No space left for a save in {where}: {free} bytes are free, and it needs {needed}. "
+        f"Nothing was written. {remedy}"
     )
     error.errno = errno.ENOSPC
     return error

@@ -227,7 +227,11 @@ class Binding:
     ) -> None:
         """Every rank's part of a save."""
         self._wait_for_last_save()
-        target = self._agree_on_target(filepath)
+        try:
+            target = self._agree_on_target(filepath)
+        except SaveFailedError as error:
+            self._raise_unless_interrupted(error)
+            return
         named = list(self._strategy.lightning_module.named_parameters())
         states = checkpoint.get("optimizer_states", ())
         optimizers = self._strategy.optimizers[: len(states)]
@@ -265,10 +269,13 @@ class Binding:
         try:
             self.io.wait()
         except SaveFailedError as error:
-            if self._trainer.state.status != TrainerStatus.INTERRUPTED:
-                raise
-            # A checkpoint on exception is being saved: the user's own error must not be masked.
-            logger.error("%s", error, exc_info=error)
+            self._raise_unless_interrupted(error)
+
+    def _raise_unless_interrupted(self, error: SaveFailedError) -> None:
+        if self._trainer.state.status != TrainerStatus.INTERRUPTED:
+            raise error
+        # A checkpoint on exception is being saved: the user's own error must not be masked.
+        logger.error("%s", error, exc_info=error)
 
     def load_checkpoint(
         self, checkpoint_path: Any, weights_only: bool | None = None

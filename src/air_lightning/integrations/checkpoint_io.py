@@ -176,7 +176,7 @@ class AirCheckpointIO(CheckpointIO):
 
         Raises:
             InvalidPathError: ``path`` is none.
-            StorageError: Its directory cannot be made.
+            SaveFailedError: Its directory cannot be made.
         """
         target = volume_path.normalize(path, allow_local=True)
         chosen = attempt.choose(target, self.storage_options)
