@@ -6,6 +6,8 @@ steps are taken with the real planner and writer: the global plan with its shari
 ``.metadata`` and the manifest from as many results as ranks would send, their bytes, and reading
 them back through the allow-list. No tensor bytes are written.
 
+``local_plan_s`` is what each rank does by itself: the plan of as many whole tensors.
+
 Prints one JSON line with seconds per step for each size, bytes of the two files, and ``growth``:
 seconds per entry (a tensor's part on a rank) of the larger size / those of the smaller one, for our
 steps together and for torch's. 1.0 is linear.
@@ -123,6 +125,16 @@ def measure(ranks: int, tensors: int, per_rank: int) -> dict[str, Any]:
     }
 
 
+def local_plan_s(tensors: int) -> float:
+    state = {f"state_dict.{i}": torch.ones(1) for i in range(tensors)}
+    planner = SavePlanner()
+    began = time.perf_counter()
+    planner.set_up_planner(state, None, is_coordinator=False)
+    plan = planner.create_local_plan()
+    assert len(plan.items) == tensors
+    return round(time.perf_counter() - began, 4)
+
+
 def growth(small: dict[str, Any], large: dict[str, Any], steps: tuple[str, ...]) -> float:
     per_entry = [
         sum(size["seconds"][step] for step in steps) / size["entries"] for size in (small, large)
@@ -145,6 +157,7 @@ def main() -> None:
         "benchmark": "scale",
         "torch": torch.__version__,
         "sizes": [small, large],
+        "local_plan_s": {n: local_plan_s(n) for n in (args.tensors // 10, args.tensors)},
         "growth": {
             "ours": growth(small, large, OURS),
             "torch": growth(small, large, ("torch_plan",)),
