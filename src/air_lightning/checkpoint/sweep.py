@@ -17,6 +17,7 @@ from air_lightning.volumes.base import RangeReader
 READ = 8 << 20  # bytes asked for at once
 MAX_GAP = 1 << 20  # bytes read for nothing rather than asking twice
 MAX_RUN = 64 << 20  # bytes whose items are in the making at once, unless one is larger
+MAX_ITEMS = 512  # in a run: thousands of objects kept alive set off Python's full collections
 LEAST_SPAN = 8 << 20  # bytes for which another handle is worth opening
 
 
@@ -93,7 +94,7 @@ def runs_of(slots: Sequence[Slot]) -> Iterator[list[Slot]]:
     run: list[Slot] = []
     size = 0
     for slot in slots:
-        if run and size + slot.length > MAX_RUN:
+        if run and (size + slot.length > MAX_RUN or len(run) == MAX_ITEMS):
             yield run
             run, size = [], 0
         run.append(slot)
