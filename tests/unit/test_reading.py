@@ -3,6 +3,7 @@
 import io
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.distributed.checkpoint.planner import LoadPlan
 
 from air_lightning.checkpoint.dcp import UCVolumeReader, UCVolumeWriter
 from air_lightning.checkpoint.envelope import envelope, is_plain, raw_bytes
@@ -182,6 +184,42 @@ def test_a_target_with_gaps_gets_the_values_and_nothing_beside_them(tmp_path: Pa
     )
     assert torch.equal(large[:, ::2], VALUES["weight"])
     assert not large[:, 1::2].any()
+
+
+@pytest.mark.parametrize("verify", [False, True])
+@pytest.mark.parametrize(
+    ("boxes", "straight"),
+    [
+        ([((3, 0), (10, 0), (5, 30))], True),  # rows
+        ([((0, 4), (0, 0), (40, 6))], False),  # columns
+        ([((0, 0), (2, 0), (2, 30)), ((38, 0), (0, 0), (2, 30))], True),  # two parts of one item
+    ],
+)
+def test_a_part_of_a_stored_tensor_goes_where_it_is_wanted(
+    tmp_path: Path, boxes: list[Any], straight: bool, verify: bool
+) -> None:
+    """As in resharding: rows go straight in, columns by a buffer; nothing beside them changes."""
+    saved(tmp_path)
+    reader = UCVolumeReader(tmp_path, verify=verify)
+    metadata = reader.read_metadata()
+    reader.set_up_storage_reader(metadata, True)
+    into, expected = torch.zeros(40, 30), torch.zeros(40, 30)
+    planner = LoadPlanner(weights_only=True)
+    planner.set_up_planner({"weight": into}, metadata, True)
+    (whole,) = planner.create_local_plan().items
+    items = []
+    for stored, wanted, size in boxes:
+        offsets = {"storage_offsets": torch.Size(stored), "dest_offsets": torch.Size(wanted)}
+        items.append(replace(whole, lengths=torch.Size(size), **offsets))
+        rows, columns = (slice(at, at + n) for at, n in zip(stored, size, strict=True))
+        part = VALUES["weight"][rows, columns]
+        expected[wanted[0] : wanted[0] + size[0], wanted[1] : wanted[1] + size[1]] = part
+    info = metadata.storage_data[whole.storage_index]
+    slot = Slot(info.offset, info.length, [items[0]])
+    placed = in_place(slot, planner.resolve_tensor(items[0]), metadata)
+    assert isinstance(placed, InPlace) == straight
+    reader.read_data(LoadPlan(items), planner).wait()
+    assert torch.equal(into, expected)
 
 
 @pytest.mark.parametrize("damage", ["torch", "checksums", "claimed"])
