@@ -38,6 +38,9 @@ docs: $(STAMP)  ## HTML reference from the docstrings, into site/
 bench: $(STAMP)  ## speed and memory against the peers, ratios in one run
 	$(BIN)/python benchmarks/metrics.py
 	$(BIN)/python benchmarks/save.py
+	$(BIN)/python benchmarks/write.py
+	$(BIN)/python benchmarks/load.py
+	$(BIN)/python benchmarks/scale.py
 	$(BIN)/python benchmarks/stream.py
 	$(BIN)/python benchmarks/metrics.py
 

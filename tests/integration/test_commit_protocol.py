@@ -101,6 +101,7 @@ def test_killed_before_any_file_operation(tmp_path: Path, earlier: int | None) -
 
 def save_for_ever(path: str, first: int, size: int) -> None:
     """Overwrite one checkpoint again and again."""
+    torch.set_num_threads(1)  # a fork has none of the threads that torch would wait for
     for fill in range(first, first + 100_000):
         save(path, fill, size)
 
@@ -120,14 +121,15 @@ def kill_after(path: str, first: int, size: int, seconds: float) -> None:
 def test_killed_at_random_moments_while_overwriting(tmp_path: Path) -> None:
     """Killed anywhere in a save of megabytes, the directory is one whole save or invalid."""
     path, size, draw = str(tmp_path / "ckpt"), 500_000, random.Random(2)
-    torn = 0
+    torn = whole = 0
     for kill in range(25):
         kill_after(path, 1 + kill * 1000, size, draw.uniform(0.01, 0.12))
         if find_latest_valid(tmp_path) is None:
             torn += 1
         else:
-            content(path, size)
+            whole = max(whole, content(path, size))
     assert torn > 0  # otherwise the test has killed nothing in the middle
+    assert whole > 1000  # or its later children have saved nothing
 
 
 def join_group() -> int:
@@ -141,6 +143,8 @@ def expect_failure(path: str, fill: int, writer: UCVolumeWriter) -> None:
     try:
         dcp.save({**tensors(fill), f"own{dist.get_rank()}": torch.ones(9)}, storage_writer=writer)
     except CheckpointException as error:
+        hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+        resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))  # the log is a file as well
         print(error, file=sys.stderr, flush=True)
         os._exit(FAILED_EVERYWHERE)
 
@@ -191,14 +195,20 @@ def test_one_ranks_failure_fails_all_and_leaves_no_metadata(tmp_path: Path) -> N
 def save_beyond_a_limit(path: str) -> None:
     """Rank 1 may not write files of more than a few kilobytes."""
     if join_group() == 1:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
+        hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
     expect_failure(path, 2, UCVolumeWriter(path, thread_count=2))
 
 
-def save_to_full_disk(path: str) -> None:
-    """Save more than the disk takes."""
-    join_group()
-    expect_failure(path, 2, UCVolumeWriter(path, thread_count=2))
+def save_to_full_disk(path: str, objects: bool) -> None:
+    """Save more than the disk takes; how large objects get no plan tells."""
+    rank = join_group()
+    state = {f"large{rank}": list(range(20_000))} if objects else tensors(2)
+    try:
+        dcp.save(state, storage_writer=UCVolumeWriter(path, thread_count=2))
+    except CheckpointException as error:
+        print(error, file=sys.stderr, flush=True)
+        os._exit(FAILED_EVERYWHERE)
 
 
 @pytest.fixture
@@ -221,10 +231,12 @@ def test_a_file_that_cannot_grow_fails_all_ranks(tmp_path: Path) -> None:
     assert not [n for n in os.listdir(path) if n == METADATA or n.endswith(".tmp")]
 
 
-def test_a_full_disk_fails_all_ranks(tiny_disk: Path, tmp_path: Path) -> None:
-    """ENOSPC fails the save on both ranks, says so, and leaves no .metadata."""
+@pytest.mark.parametrize("objects", [False, True])
+def test_a_full_disk_fails_all_ranks(tiny_disk: Path, tmp_path: Path, objects: bool) -> None:
+    """ENOSPC, foreseen or not, fails the save on both ranks, says so, and leaves no .metadata."""
     path, log = tiny_disk / "ckpt", tmp_path / "log"
-    statuses = run_ranks(save_to_full_disk, str(path), world_size=2, log=log)
+    statuses = run_ranks(save_to_full_disk, str(path), objects, world_size=2, log=log)
     assert statuses == [FAILED_EVERYWHERE] * 2, log.read_text()
     assert not [n for n in os.listdir(path) if n == METADATA or n.endswith(".tmp")]
     assert "No space left" in log.read_text()
+    assert ("Nothing was written" in log.read_text()) != objects

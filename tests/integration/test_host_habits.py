@@ -185,8 +185,9 @@ def test_wrapped_in_another_io() -> None:
     trainer.strategy.checkpoint_io.teardown()
 
 
-def test_an_earlier_failed_save_masks_nothing(tmp_path: Path) -> None:
-    """save_on_exception after a failed save lets the user's own exception through."""
+@pytest.mark.parametrize("every", [2, 100])
+def test_a_failed_save_masks_nothing(tmp_path: Path, every: int) -> None:
+    """save_on_exception after or in a failed save lets the user's own exception through."""
 
     class Broken(Model):
         def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
@@ -196,9 +197,15 @@ def test_an_earlier_failed_save_masks_nothing(tmp_path: Path) -> None:
 
     class BreakTheTarget(Callback):
         def on_train_start(self, trainer: Any, module: Any) -> None:
-            (tmp_path / "taken").write_text("in the way")
+            if every > 3:  # the save on exception fails at its call
+                (tmp_path / "taken").write_text("in the way")
 
-    checkpoint = saving(tmp_path / "taken", save_on_exception=True)
+        def on_save_checkpoint(self, trainer: Any, module: Any, checkpoint: Any) -> None:
+            if every < 3:  # the saves fail in the background
+                name = f"epoch=0-step={trainer.global_step}.ckpt"
+                (tmp_path / "taken" / name / "__0_0.distcp").mkdir(parents=True)
+
+    checkpoint = saving(tmp_path / "taken", every_n_train_steps=every, save_on_exception=True)
     with pytest.raises(ZeroDivisionError, match="the user's own"):
         fit(trainer_with(BreakTheTarget(), checkpoint), Broken())
 

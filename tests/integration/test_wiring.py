@@ -247,11 +247,26 @@ def test_a_background_error_reaches_the_end_of_fit(tmp_path: Path) -> None:
     """A save that fails in the background is an error of fit, not silence."""
 
     class BreakTheTarget(Callback):
-        def on_train_start(self, trainer: Any, module: Any) -> None:
-            tmp_path.joinpath("taken").write_text("in the way")
+        def on_save_checkpoint(self, trainer: Any, module: Any, checkpoint: Any) -> None:
+            # After the name was chosen: a directory where the shard is to be.
+            name = f"epoch=0-step={trainer.global_step}.ckpt"
+            (tmp_path / "taken" / name / "__0_0.distcp").mkdir(parents=True)
 
     with pytest.raises(SaveFailedError, match="taken"):
         fit(trainer_with(BreakTheTarget(), saving(tmp_path / "taken", every_n_train_steps=4)))
+
+
+def test_a_place_that_cannot_be_written_fails_the_first_save(tmp_path: Path) -> None:
+    """A file where the checkpoints' directory is to be fails the first save, not a later one."""
+
+    class BreakTheTarget(Callback):
+        def on_train_start(self, trainer: Any, module: Any) -> None:
+            tmp_path.joinpath("taken").write_text("in the way")
+
+    trainer = trainer_with(BreakTheTarget(), saving(tmp_path / "taken", every_n_train_steps=1))
+    with pytest.raises(SaveFailedError, match="nothing was staged"):
+        fit(trainer)
+    assert trainer.global_step == 1
 
 
 def test_the_users_own_exception_is_not_masked(tmp_path: Path) -> None:

@@ -436,21 +436,6 @@ def test_metadata_that_lies_about_shapes_is_an_error_of_ours(tmp_path: Path) -> 
     assert isinstance(error, (CorruptCheckpointError, CheckpointMismatchError))
 
 
-def test_many_small_entries_are_read_in_few_requests(tmp_path: Path) -> None:
-    """Neighbouring items are joined: 500 tensors in one file take one read."""
-    from air_lightning.checkpoint.shards import plan_ranges
-
-    value = {f"t{i}": torch.full((10,), float(i)) for i in range(500)}
-    save(tmp_path, value, thread_count=1)
-    reader = UCVolumeReader(tmp_path)
-    places = reader.read_metadata().storage_data.values()
-    request: Any = None
-    assert len(plan_ranges((info.offset, info.length, request) for info in places)) == 1
-    into = {key: torch.zeros(10) for key in value}
-    dcp.load(into, storage_reader=UCVolumeReader(tmp_path, verify=True))
-    assert all(torch.equal(into[key], value[key]) for key in value)
-
-
 def test_items_larger_than_a_piece_are_whole(tmp_path: Path) -> None:
     """A tensor of several write pieces, between small ones, comes back equal."""
     value = {"a": torch.ones(3), "big": torch.randn(6_000_000), "z": torch.ones(3)}

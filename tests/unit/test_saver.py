@@ -457,3 +457,22 @@ def test_memory_is_flat_over_fifty_saves(tmp_path):
     done, _ = _script(body)
     assert done.returncode == 0, done.stderr
     assert float(done.stdout) < 15, done.stdout  # the state has 20 MB
+
+
+def _resident():
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def test_memory_is_flat_over_saves_of_changing_states(tmp_path, saver):
+    """Twenty saves, every fifth of half the state, need no more memory than the first two."""
+    full = {f"state_dict.t{i}": torch.ones(500_000) for i in range(20)}
+    half = dict(list(full.items())[:10])
+    resident = []
+    for number in range(20):
+        state = half if number % 5 == 3 else full
+        target = str(tmp_path / str(number % 2))
+        saver.save(dict(state), lambda target=target: UCVolumeWriter(target))
+        saver.wait()
+        resident.append(_resident())
+    assert max(resident[2:]) - resident[1] < 2 << 20

@@ -56,6 +56,33 @@ def test_what_is_written_is_read(storage):
     assert not storage.exists("a/b.bin/c")
 
 
+def test_parts_of_a_file_go_straight_into_memory(storage):
+    """Views are filled one after the other, many at once, and short only at the file's end."""
+    content = os.urandom(5000)
+    storage.write_bytes("a.bin", content)
+    with storage.open_ranges("a.bin") as file:
+        views = [memoryview(bytearray(1)) for _ in range(3000)]
+        assert file.read_into(500, views) == 3000
+        assert b"".join(views) == content[500:3500]
+        last = [memoryview(bytearray(60)), memoryview(bytearray(60))]
+        assert file.read_into(4900, last) == 100
+        assert bytes(last[0]) + bytes(last[1])[:40] == content[4900:]
+        assert file.read_into(0, []) == 0
+    with storage.open_ranges("missing") as file, pytest.raises(FileNotFoundError):
+        file.read_into(0, [memoryview(bytearray(1))])
+
+
+def test_a_writer_takes_many_pieces_of_memory_at_once(storage):
+    """Pieces given together, before and after ordinary writes, all arrive in order."""
+    views = [memoryview(bytes([i % 256])) for i in range(3000)] + [memoryview(b"")]
+    with storage.open_write("a.bin") as file:
+        file.write(b"before")
+        take = getattr(file, "write_views", None) or (lambda all_: [file.write(v) for v in all_])
+        take(views)
+        file.write(b"after")
+    assert storage.read_bytes("a.bin") == b"before" + b"".join(views) + b"after"
+
+
 def test_a_listing_is_recursive_sorted_by_bytes_and_without_dot_files(storage):
     """Files come in the byte order of their relative paths; directories list one level."""
     for name in ["b/2", "b/1", "b-1", "b.txt", "B", "é", "b/.hidden", ".dir/x", "b/c/3"]:

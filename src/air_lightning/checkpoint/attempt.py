@@ -4,6 +4,7 @@ A writer that overwrites must first make the old checkpoint none; killed then, n
 ``save_last`` alone that is the whole run. So two names take turns::
 
     choose   ``<path>``, or ``<path>.alt`` while ``<path>`` is a complete checkpoint
+    require  the directory is made: where that is refused, nothing is staged
     save     ...
     settle   after publication: the other one is deleted, and ``<path>.alt`` is renamed to
              ``<path>`` where directories can be renamed; elsewhere it keeps its name
@@ -15,8 +16,9 @@ import os
 from typing import Any
 
 from air_lightning.checkpoint.catalog import CheckpointRecord, remove_checkpoint, verify_checkpoint
-from air_lightning.errors import CheckpointError
+from air_lightning.errors import AirError, CheckpointError, SaveFailedError
 from air_lightning.volumes import path as paths
+from air_lightning.volumes.storage import open_storage
 
 _SUFFIX = ".alt"
 
@@ -34,6 +36,21 @@ def choose(path: str, options: dict[str, Any] | None) -> str:
     if records[1] is None:
         return path + _SUFFIX
     return min((record for record in records if record), key=_step).path
+
+
+def require_place(path: str, options: dict[str, Any] | None) -> None:
+    """Make a checkpoint's directory, before the state is staged for it: a save needs no more.
+
+    Raises:
+        SaveFailedError: It cannot be made: below a file, read-only, not permitted.
+    """
+    try:
+        open_storage(path, allow_local=True, storage_options=options).make_root()
+    except (AirError, OSError) as error:
+        raise SaveFailedError(
+            f"Nothing can be saved to {path}, and nothing was staged: {error} The checkpoint "
+            "before it is as it was. Name a directory that can be written."
+        ) from error
 
 
 def settle(written: str, options: dict[str, Any] | None) -> None:

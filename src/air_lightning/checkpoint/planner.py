@@ -26,6 +26,7 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 from torch.serialization import get_unsafe_globals_in_checkpoint
 
 from air_lightning.checkpoint.harmless import harmless_allowed, harmless_names
+from air_lightning.checkpoint.sharing import own_share
 from air_lightning.checkpoint.unpickle import load_blob
 from air_lightning.errors import SaveFailedError
 
@@ -164,6 +165,7 @@ def save(
     """
     planner = SavePlanner()
     if not no_dist:
+        entries = own_share(entries, process_group)
         dcp_save(entries, storage_writer=writer, planner=planner, process_group=process_group)
         return
     writer.reset()

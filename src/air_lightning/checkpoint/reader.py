@@ -1,25 +1,25 @@
 """Reading a DCP checkpoint from a volume: nothing in it runs, and damage is named.
 
-A load, in order: ``.metadata`` through an allow-list; the manifest, if there is one; then each
-file in few large reads, held against the manifest's size, and its checksum on request. Objects are
-tried with ``weights_only=True`` before a planner sees them: torch's own runs whatever they hold. A
-planner with an attribute ``weights_only``, such as ours, sees to that itself.
+A load, in order: ``.metadata`` through an allow-list; the manifest, if there is one, and every
+file's size held against it; then the files, by several threads, in few large reads
+(:mod:`~air_lightning.checkpoint.sweep`), tensors straight into their targets where they can be
+(:mod:`~air_lightning.checkpoint.inplace`), and with ``verify`` through a checksum on the way.
 """
 
-import io
 import logging
 import os
-import threading
-from typing import IO, Any, BinaryIO, cast
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import IO, Any, TypeAlias, cast
 
 import torch
-from torch.distributed._shard._utils import narrow_tensor_by_index
 from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
-from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
-from air_lightning.checkpoint.harmless import harmless_allowed
+from air_lightning.checkpoint.delivery import REMEDY, Delivery
+from air_lightning.checkpoint.inplace import InPlace
 from air_lightning.checkpoint.location import OnVolume, refuse_link_out, require_count
 from air_lightning.checkpoint.manifest import (
     METADATA,
@@ -28,25 +28,16 @@ from air_lightning.checkpoint.manifest import (
     is_missing,
     read_manifest,
 )
-from air_lightning.checkpoint.shards import (
-    PIECE,
-    READ,
-    Range,
-    Slot,
-    ViewStream,
-    plan_ranges,
-    run_jobs,
-)
-from air_lightning.checkpoint.unpickle import load_blob, load_metadata
-from air_lightning.errors import (
-    CheckpointError,
-    CheckpointMismatchError,
-    CorruptCheckpointError,
-    UnsafeCheckpointError,
-)
+from air_lightning.checkpoint.shards import Countdown, Scratch, ViewStream, run_jobs
+from air_lightning.checkpoint.sweep import Piece, Slot, Span, Sweep, runs_of, slots_of, spans_of
+from air_lightning.checkpoint.unpickle import load_metadata
+from air_lightning.errors import CheckpointError, CorruptCheckpointError, UnsafeCheckpointError
+from air_lightning.volumes.base import RangeReader
 
 _log = logging.getLogger("air_lightning")
-_REMEDY = "find_latest_valid(root) names the newest sound checkpoint."
+LARGE = 128 << 20  # bytes of a tensor that several threads read
+
+_Job: TypeAlias = Callable[[], None]
 
 
 class UCVolumeReader(OnVolume, FileSystemReader):  # type: ignore[misc] # a Path there, a str here
@@ -59,7 +50,7 @@ class UCVolumeReader(OnVolume, FileSystemReader):  # type: ignore[misc] # a Path
         path: The checkpoint's directory: a volume path, an fsspec URL or a local path.
         verify: Hold every file that is read against its checksum, too; reads whole files.
         weights_only: False lets objects through that run code when loaded.
-        thread_count: Files read at the same time.
+        thread_count: Parts of files that are read at the same time.
         storage_options: Passed to fsspec.
         **kwargs: Of torch's ``FileSystemReader``.
 
@@ -85,18 +76,12 @@ class UCVolumeReader(OnVolume, FileSystemReader):  # type: ignore[misc] # a Path
         self.weights_only = weights_only
         self.thread_count = thread_count
         self._manifest: Manifest | None = None
-        self._planner_lock = threading.Lock()
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_planner_lock": None}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, _planner_lock=threading.Lock())
+        self._metadata: Metadata | None = None
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Prepare for another load, perhaps from another path."""
         super().reset(None)
-        self._manifest = None
+        self._manifest = self._metadata = None
         if checkpoint_id:
             self.move(checkpoint_id)
 
@@ -117,7 +102,7 @@ class UCVolumeReader(OnVolume, FileSystemReader):  # type: ignore[misc] # a Path
                 raise
             raise CheckpointError(
                 f"{self.path} is no checkpoint: it has no {METADATA}, which is written last, so "
-                f"the save into it never completed, or it was never one. {_REMEDY}"
+                f"the save into it never completed, or it was never one. {REMEDY}"
             ) from error
         metadata = load_metadata(data, path=self._named(METADATA))
         refuse_foreign_files(metadata, self.path)
@@ -140,6 +125,7 @@ class UCVolumeReader(OnVolume, FileSystemReader):  # type: ignore[misc] # a Path
         """Take the places of all items, and read the manifest if there is one."""
         super().set_up_storage_reader(metadata, is_coordinator, *args, **kwargs)
         refuse_foreign_files(metadata, self.path)
+        self._metadata = metadata
         self._manifest = self.read_manifest()
         if self.verify and self._manifest is None:
             _log.warning(
@@ -161,40 +147,109 @@ class UCVolumeReader(OnVolume, FileSystemReader):  # type: ignore[misc] # a Path
             info = self._info(request)
             entry = (info.offset, info.length, request)
             wanted.setdefault(info.relative_path, []).append(entry)
-        jobs = [(name, plan_ranges(requests), planner) for name, requests in wanted.items()]
-        run_jobs(jobs, self._read_file, threads=self.thread_count)
+        files = {name: slots_of(requests) for name, requests in wanted.items()}
+        run_jobs(list(files.items()), self._check_size, threads=self.thread_count)
+        jobs = self._jobs(files, self._delivery(planner))
+        run_jobs(jobs, _call, threads=self.thread_count)
         done: Future[None] = Future()
         done.set_result(None)
         return done
 
-    def _read_file(self, job: tuple[str, list[Range], LoadPlanner]) -> None:
-        name, ranges, planner = job
-        size = self._checked_size(name, ranges)
-        checksum = Checksum() if self.verify and self._manifest else None
-        # One for all ranges: fresh memory for each would cost more than the reading.
-        buffer = memoryview(bytearray(max(part.length for part in ranges)))
-        position = 0
-        for part in ranges:
-            data = buffer[: part.length]
-            if checksum:
-                self._hash(checksum, name, position, part.offset)
-            self._read(name, part.offset, data)
-            if checksum:
-                checksum.update(data[max(position - part.offset, 0) :])
-            position = max(position, part.offset + part.length)
-            for slot in part.slots:
-                self._deliver(name, slot, _cut(data, part, slot), planner)
-        if checksum:
-            self._hash(checksum, name, position, size)
-            self._check_checksum(name, str(checksum))
+    def _delivery(self, planner: LoadPlanner) -> Delivery:
+        versions = self._manifest.versions if self._manifest else {}
+        assert self._metadata is not None
+        return Delivery(
+            planner,
+            self._metadata,
+            self.weights_only,
+            in_torchs_envelope=versions.get("torch") == str(torch.__version__),
+            unwrap=self._untransformed,
+        )
 
-    def _checked_size(self, name: str, ranges: list[Range]) -> int:
+    def _jobs(self, files: dict[str, list[Slot]], delivery: Delivery) -> list[_Job]:
+        if self._verifying:  # a checksum runs through a whole file
+            return [partial(self._read_span, Span(n, s), delivery) for n, s in files.items()]
+        jobs: list[_Job] = []
+        left: dict[str, list[Slot]] = {}
+        for name, slots in files.items():
+            for slot in slots:
+                placed = delivery.place(slot) if slot.length > LARGE else None
+                if placed is None:
+                    left.setdefault(name, []).append(slot)
+                else:
+                    jobs += self._parts_of(name, slot, placed, delivery)
+        spans = spans_of(left, self.thread_count)
+        return jobs + [partial(self._read_span, span, delivery) for span in spans]
+
+    def _parts_of(
+        self, name: str, slot: Slot, placed: InPlace, delivery: Delivery
+    ) -> Iterator[_Job]:
+        """Split one large tensor over the threads; the last one that ends hands it over."""
+        parts = placed.parts(LARGE // 2)
+        left = Countdown(len(parts))
+
+        def read(part: list[Piece]) -> None:
+            with self._storage.open_ranges(name) as file:
+                self._sweep(name, file).fill(part)
+                if left.down() and not delivery.accept(placed):
+                    self._read_again(name, file, slot, delivery)
+
+        return (partial(read, part) for part in parts)
+
+    def _read_span(self, span: Span, delivery: Delivery) -> None:
+        checksum = Checksum() if self._verifying else None
+        scratch = Scratch()
+        with self._storage.open_ranges(span.name) as file:
+            sweep = self._sweep(span.name, file, checksum)
+            for run in runs_of(span.slots):
+                self._read_run(span.name, sweep, run, delivery, scratch)
+            if checksum is not None:
+                assert self._manifest is not None
+                sweep.skip_to(self._manifest.files[span.name].size)
+                self._check_checksum(span.name, str(checksum))
+
+    def _read_run(
+        self, name: str, sweep: Sweep, run: list[Slot], delivery: Delivery, scratch: Scratch
+    ) -> None:
+        places = [delivery.place(slot) for slot in run]
+        pairs = list(zip(run, places, strict=True))
+        buffers = scratch.cut([slot.length for slot, placed in pairs if placed is None])
+        pieces: list[Piece] = []
+        buffered: list[tuple[Slot, memoryview]] = []
+        for slot, placed in pairs:
+            if placed is not None:
+                pieces += placed.pieces
+                continue
+            buffered.append((slot, next(buffers)))
+            pieces.append(Piece(slot.offset, buffered[-1][1]))
+        sweep.fill(pieces)
+        for slot, placed in pairs:
+            if placed is not None and not delivery.accept(placed):
+                self._read_again(name, sweep.file, slot, delivery)
+        for slot, data in buffered:
+            delivery.deliver(slot, data, self._at(name, slot))
+
+    def _read_again(self, name: str, file: RangeReader, slot: Slot, delivery: Delivery) -> None:
+        """Read an item that is not in torch's envelope after all: the slow way, whole."""
+        data = memoryview(bytearray(slot.length))
+        self._sweep(name, file).fill([Piece(slot.offset, data)])
+        delivery.deliver(slot, data, self._at(name, slot))
+
+    def _sweep(self, name: str, file: RangeReader, checksum: Checksum | None = None) -> Sweep:
+        return Sweep(file, partial(self._corrupt, name), checksum)
+
+    @property
+    def _verifying(self) -> bool:
+        return self.verify and self._manifest is not None
+
+    def _check_size(self, job: tuple[str, list[Slot]]) -> None:
+        name, slots = job
         refuse_link_out(self.path, name)
         try:
             size = self._storage.stat(name).size
         except FileNotFoundError as error:
             raise self._corrupt(name, "the file that .metadata speaks of", "none") from error
-        least = max(part.offset + part.length for part in ranges)
+        least = max(slot.end for slot in slots)
         if size < least:
             raise self._corrupt(name, f"at least {least} bytes", f"{size}")
         if self._manifest is not None:
@@ -203,42 +258,12 @@ class UCVolumeReader(OnVolume, FileSystemReader):  # type: ignore[misc] # a Path
                 raise self._corrupt(name, "a file that the manifest lists", "one that it does not")
             if record.size != size:
                 raise self._corrupt(name, f"{record.size} bytes", f"{size}")
-        return size
-
-    def _read(self, name: str, offset: int, into: memoryview) -> None:
-        for start in range(0, len(into), READ):
-            piece = into[start : start + READ]
-            data = self._storage.read_bytes(name, offset + start, len(piece))
-            if len(data) != len(piece):
-                raise self._corrupt(
-                    name, f"{len(piece)} bytes at offset {offset + start}", f"{len(data)}"
-                )
-            piece[:] = data
-
-    def _hash(self, checksum: Checksum, name: str, start: int, end: int) -> None:
-        buffer = memoryview(bytearray(min(PIECE, max(end - start, 0))))
-        for offset in range(start, end, PIECE):
-            piece = buffer[: min(PIECE, end - offset)]
-            self._read(name, offset, piece)
-            checksum.update(piece)
 
     def _check_checksum(self, name: str, got: str) -> None:
         assert self._manifest is not None
         wanted = self._manifest.files[name].checksum
         if wanted is not None and wanted != got:
             raise self._corrupt(name, f"checksum {wanted}", got)
-
-    def _deliver(self, name: str, slot: Slot, data: memoryview, planner: LoadPlanner) -> None:
-        where = f"{self._named(name)} at offset {slot.offset}"
-        tensor: torch.Tensor | None = None
-        for request in slot.requests:
-            plain = self._untransformed(request, data)
-            if request.type == LoadItemType.BYTE_IO:
-                self._deliver_object(request, bytes(plain), planner, where)
-                continue
-            if tensor is None:
-                tensor = _tensor(plain, where)
-            self._deliver_tensor(request, tensor, planner, where)
 
     def _untransformed(self, request: ReadItem, data: memoryview) -> memoryview:
         descriptors = getattr(self._info(request), "transform_descriptors", None)
@@ -248,47 +273,24 @@ class UCVolumeReader(OnVolume, FileSystemReader):  # type: ignore[misc] # a Path
         stream = self.transforms.transform_load_stream(request, descriptors, raw)
         return memoryview(stream.read(-1))
 
-    def _deliver_object(
-        self, request: ReadItem, data: bytes, planner: LoadPlanner, where: str
-    ) -> None:
-        where = f"{request.storage_index.fqn} in {where}"
-        with self._planner_lock:  # planners know nothing of threads, nor does the list of classes
-            if self.weights_only is not False and not hasattr(planner, "weights_only"):
-                with harmless_allowed():
-                    load_blob(data, weights_only=True, path=where)
-            planner.load_bytes(request, io.BytesIO(data))
-
-    def _deliver_tensor(
-        self, request: ReadItem, tensor: torch.Tensor, planner: LoadPlanner, where: str
-    ) -> None:
-        part = _narrow(tensor, request, where)
-        with self._planner_lock:
-            target = planner.resolve_tensor(request).detach()
-        if target.size() != part.size():
-            raise CheckpointMismatchError(
-                f"{request.storage_index.fqn} has shape {tuple(part.size())} in {where}, and the "
-                f"tensor to load it into {tuple(target.size())}. Load it into the model that it "
-                "was saved from."
-            )
-        target.copy_(part)
-        with self._planner_lock:
-            planner.commit_tensor(request, target)
-
     def _info(self, request: ReadItem) -> _StorageInfo:
         try:
             return cast("_StorageInfo", self.storage_data[request.storage_index])
         except KeyError as error:
             raise CorruptCheckpointError(
                 f"{self._named(METADATA)} does not say where {request.storage_index.fqn} lies. "
-                f"{_REMEDY}"
+                f"{REMEDY}"
             ) from error
+
+    def _at(self, name: str, slot: Slot) -> str:
+        return f"{self._named(name)} at offset {slot.offset}"
 
     def _named(self, name: str) -> str:
         return f"{self.path}/{name}"
 
     def _corrupt(self, name: str, wanted: str, got: str) -> CorruptCheckpointError:
         return CorruptCheckpointError(
-            f"{self._named(name)} is damaged: wanted {wanted}, got {got}. {_REMEDY}"
+            f"{self._named(name)} is damaged: wanted {wanted}, got {got}. {REMEDY}"
         )
 
 
@@ -307,26 +309,5 @@ def refuse_foreign_files(metadata: Metadata, path: str) -> None:
             )
 
 
-def _cut(data: memoryview, part: Range, slot: Slot) -> memoryview:
-    start = slot.offset - part.offset
-    return data[start : start + slot.length]
-
-
-def _tensor(data: memoryview, where: str) -> torch.Tensor:
-    loaded = load_blob(cast("BinaryIO", ViewStream(data)), weights_only=True, path=where)
-    if not isinstance(loaded, torch.Tensor):
-        raise CorruptCheckpointError(
-            f"{where} holds a {type(loaded).__name__}; wanted a tensor. {_REMEDY}"
-        )
-    return loaded
-
-
-def _narrow(tensor: torch.Tensor, request: ReadItem, where: str) -> torch.Tensor:
-    try:
-        return narrow_tensor_by_index(tensor, request.storage_offsets, request.lengths)
-    except (RuntimeError, IndexError) as error:
-        raise CorruptCheckpointError(
-            f"{request.storage_index.fqn} has shape {tuple(tensor.size())} in {where}, and "
-            f"{METADATA} speaks of {tuple(request.lengths)} at {tuple(request.storage_offsets)} "
-            f"in it. {_REMEDY}"
-        ) from error
+def _call(job: _Job) -> None:
+    job()

@@ -9,19 +9,17 @@ one stuck upload would block it.
 import io
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, BinaryIO, NamedTuple, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 import torch
-from torch.distributed.checkpoint.planner import ReadItem
 
 from air_lightning.checkpoint.manifest import Checksum
 
 PIECE = 8 << 20  # bytes per write; also what is collected before one
-MAX_GAP = 1 << 20  # bytes read for nothing rather than asking twice
-MAX_RANGE = 64 << 20  # bytes held at once, unless a single item is larger
-READ = 16 << 20  # bytes asked for at once; more costs memory twice
+_COPIED = 16 << 10  # bytes that cost less to copy than to count as a piece
+_ALIGN = 64  # bytes; torch aligns tensors so within an item
 
 _Job = TypeVar("_Job")
 _Result = TypeVar("_Result")
@@ -68,15 +66,18 @@ def run_jobs(
 
 
 class ShardStream:
-    """What ``torch.save`` writes to: hashes, counts, and passes on in large pieces.
+    """A shard in the writing: hashes, counts, and passes on in large pieces.
 
     Args:
-        raw: The file; it is not closed here.
+        raw: The file; it is not closed here. One with ``write_views`` takes many pieces at once.
     """
 
     def __init__(self, raw: BinaryIO) -> None:
         self._raw = raw
-        self._buffer = bytearray()
+        self._write_views = getattr(raw, "write_views", None)
+        self._views: list[memoryview] = []
+        self._small = bytearray()  # what follows the last view
+        self._waiting = 0
         self._position = 0
         self.checksum = Checksum()
 
@@ -87,25 +88,59 @@ class ShardStream:
     def write(self, data: bytes | memoryview) -> int:
         """Take all of ``data``; keeps no reference to it, for torch lends its own memory."""
         view = memoryview(data).cast("B")
-        if len(self._buffer) + len(view) <= PIECE:
-            self._buffer += view
+        if view.nbytes <= PIECE:
+            self._copy(view)
         else:
+            self._take(view)
             self.drain()
-            for start in range(0, len(view), PIECE):
-                self._put(view[start : start + PIECE])
-        self._position += len(view)
-        return len(view)
+        return view.nbytes
+
+    def lend(self, view: memoryview) -> None:
+        """Take bytes that stay as they are until ``drain``: large ones are not copied."""
+        if view.nbytes <= _COPIED:
+            self._copy(view)
+        else:
+            self._take(view)
 
     def flush(self) -> None:
         """Do nothing: torch flushes after each tensor, which would make each one a write."""
 
     def drain(self) -> None:
         """Write what was collected; call it at the end."""
-        pending, self._buffer = self._buffer, bytearray()
-        self._put(memoryview(pending))
+        self._seal()
+        views, self._views, self._waiting = self._views, [], 0
+        for piece in views:
+            self.checksum.update(piece)
+        if self._write_views is not None:
+            self._write_views(views)
+            return
+        for piece in views:
+            self._put(piece)
+
+    def _copy(self, view: memoryview) -> None:
+        self._small += view
+        self._count(view.nbytes)
+
+    def _take(self, view: memoryview) -> None:
+        """Hand on pieces small enough to be hashed and written from the processor's cache."""
+        for start in range(0, view.nbytes, PIECE):
+            self._seal()
+            piece = view[start : start + PIECE]
+            self._views.append(piece)
+            self._count(piece.nbytes)
+
+    def _count(self, size: int) -> None:
+        self._position += size
+        self._waiting += size
+        if self._waiting >= PIECE:
+            self.drain()
+
+    def _seal(self) -> None:
+        if self._small:
+            self._views.append(memoryview(self._small))
+            self._small = bytearray()
 
     def _put(self, piece: memoryview) -> None:
-        self.checksum.update(piece)
         while piece:
             written = self._raw.write(piece)
             piece = piece[len(piece) if written is None else written :]
@@ -176,47 +211,33 @@ class ViewStream(io.RawIOBase):
         return len(piece)
 
 
-class Slot(NamedTuple):
-    """A stored item of ``length`` bytes at ``offset`` of its file, and who asks for it."""
+class Scratch:
+    """Memory that is used again: fresh memory for each read would cost more than the reading."""
 
-    offset: int
-    length: int
-    requests: list[ReadItem]
+    def __init__(self) -> None:
+        self._memory = memoryview(b"")
 
-
-class Range(NamedTuple):
-    """One read: ``slots`` lie inside, in ascending order."""
-
-    offset: int
-    length: int
-    slots: list[Slot]
-
-
-def plan_ranges(requests: Iterable[tuple[int, int, ReadItem]]) -> list[Range]:
-    """Join the items wanted of one file into few reads, in ascending order.
-
-    Args:
-        requests: Offset, length and request; the same item may be asked for several times, as
-            when a checkpoint of fewer ranks is read by more.
-    """
-    slots: dict[tuple[int, int], Slot] = {}
-    for offset, length, request in requests:
-        slots.setdefault((offset, length), Slot(offset, length, [])).requests.append(request)
-    ranges: list[Range] = []
-    for key in sorted(slots):
-        slot = slots[key]
-        joined = _joined(ranges[-1], slot) if ranges else None
-        if joined is None:
-            ranges.append(Range(slot.offset, slot.length, [slot]))
-        else:
-            ranges[-1] = joined
-    return ranges
+    def cut(self, sizes: Sequence[int]) -> Iterator[memoryview]:
+        """Return views of so many bytes each; those of the call before are invalid then."""
+        starts = [0]
+        for size in sizes:
+            starts.append(starts[-1] + -(-size // _ALIGN) * _ALIGN)
+        if self._memory.nbytes < starts[-1]:
+            self._memory = memoryview(b"")  # before the larger: both at once may not fit
+            self._memory = memoryview(bytearray(starts[-1]))
+        memory = self._memory
+        return (memory[at : at + size] for at, size in zip(starts, sizes, strict=False))
 
 
-def _joined(last: Range, slot: Slot) -> Range | None:
-    end = max(last.offset + last.length, slot.offset + slot.length)
-    near = slot.offset - (last.offset + last.length) <= MAX_GAP
-    if not near or end - last.offset > MAX_RANGE:
-        return None
-    last.slots.append(slot)
-    return Range(last.offset, end - last.offset, last.slots)
+class Countdown:
+    """Says to the last of several threads that it is the last."""
+
+    def __init__(self, count: int) -> None:
+        self._lock = threading.Lock()
+        self._left = count
+
+    def down(self) -> bool:
+        """Count one; whether none is left."""
+        with self._lock:
+            self._left -= 1
+            return self._left == 0

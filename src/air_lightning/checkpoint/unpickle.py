@@ -238,9 +238,9 @@ def _blob_error(data: bytes, error: Exception, safe: bool, path: str) -> Checkpo
 def _unsafe_globals(data: bytes) -> list[str]:
     """Name what a blob would import: by torch for its own archives, by hand for bare pickles."""
     if _is_archive(data):
-        if _is_torchscript(data):
-            return ["TorchScript code"]
         try:
+            if _is_torchscript(data):
+                return ["TorchScript code"]
             return sorted(get_unsafe_globals_in_checkpoint(io.BytesIO(data)))
         except Exception:  # noqa: BLE001 - a damaged archive; the caller reports it as such
             return []

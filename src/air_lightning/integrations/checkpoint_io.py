@@ -31,6 +31,7 @@ from air_lightning.checkpoint import attempt
 from air_lightning.checkpoint.catalog import remove_checkpoint
 from air_lightning.checkpoint.clone import can_clone, clone
 from air_lightning.checkpoint.dcp import UCVolumeReader, UCVolumeWriter
+from air_lightning.checkpoint.room import Detour
 from air_lightning.checkpoint.saver import AsyncSaver
 from air_lightning.checkpoint.state import read_checkpoint, to_entries
 from air_lightning.errors import InvalidArgumentError
@@ -53,9 +54,11 @@ class AirCheckpointIO(CheckpointIO):
             Sizes are always compared.
         timeout_s: Seconds that a background save may wait for another rank, and that waiting for
             a save may take.
+        staging_dir: A local directory through which shards go to the checkpoint's; by default
+            they are written there directly. See :class:`UCVolumeWriter`.
 
     Raises:
-        InvalidArgumentError: ``timeout_s`` is not positive.
+        InvalidArgumentError: ``timeout_s`` is not positive, or ``staging_dir`` not local.
     """
 
     def __init__(
@@ -64,6 +67,7 @@ class AirCheckpointIO(CheckpointIO):
         storage_options: dict[str, Any] | None = None,
         verify: bool = False,
         timeout_s: float = 1800.0,
+        staging_dir: str | os.PathLike[str] | None = None,
     ) -> None:
         if not timeout_s > 0:
             raise InvalidArgumentError(
@@ -72,6 +76,7 @@ class AirCheckpointIO(CheckpointIO):
         self.storage_options = storage_options
         self.verify = verify
         self.timeout_s = timeout_s
+        self.staging_dir = None if staging_dir is None else Detour(staging_dir).directory
         self._saver: AsyncSaver | None = None
         self.group: dist.ProcessGroup | None = None
         self._world: object | None = None
@@ -160,6 +165,7 @@ class AirCheckpointIO(CheckpointIO):
                 epoch=epoch,
                 weights_only=weights_only,
                 storage_options=options,
+                staging_dir=self.staging_dir,
             )
 
         def replace_other() -> None:
@@ -172,8 +178,12 @@ class AirCheckpointIO(CheckpointIO):
 
         Raises:
             InvalidPathError: ``path`` is none.
+            SaveFailedError: Its directory cannot be made.
         """
-        return attempt.choose(volume_path.normalize(path, allow_local=True), self.storage_options)
+        target = volume_path.normalize(path, allow_local=True)
+        chosen = attempt.choose(target, self.storage_options)
+        attempt.require_place(chosen, self.storage_options)
+        return chosen
 
     def prepare(self, tensors: Sequence[torch.Tensor]) -> None:
         """Allocate in the background what saving tensors like these will need."""

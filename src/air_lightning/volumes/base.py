@@ -75,6 +75,17 @@ class Entry(NamedTuple):
     is_dir: bool
 
 
+class RangeReader(Protocol):
+    """An open file, for one thread, whose bytes go straight to where they are wanted."""
+
+    def read_into(self, offset: int, views: Sequence[memoryview]) -> int:
+        """Fill ``views``, one after the other, with the bytes from ``offset`` on.
+
+        Returns:
+            How many bytes came: fewer than wanted only at the end of the file.
+        """
+
+
 class Storage(Protocol):
     """A directory of a volume, an object store or this machine.
 
@@ -109,6 +120,9 @@ class Storage(Protocol):
     def open_read(self, name: str) -> BinaryIO:
         """A buffered, seekable reader."""
 
+    def open_ranges(self, name: str) -> AbstractContextManager[RangeReader]:
+        """A reader of parts of a file; the file is opened at the first read."""
+
     def download(self, info: FileInfo, destination: str) -> int:
         """Copy a listed file to a local path, overwriting it; returns its bytes.
 
@@ -122,13 +136,19 @@ class Storage(Protocol):
         """
 
     def open_write(self, name: str) -> AbstractContextManager[BinaryIO]:
-        """A writer whose file appears under its name, whole, at the block's clean end only."""
+        """A writer whose file appears under its name, whole, at the block's clean end only.
+
+        One that has ``write_views(views)`` takes many pieces of memory in one request.
+        """
 
     def write_bytes(self, name: str, data: bytes) -> None:
         """Publish a file of these bytes, whole or not at all; transient errors are retried."""
 
     def make_root(self) -> None:
         """Create the root directory and its parents where they are missing."""
+
+    def free_bytes(self) -> int | None:
+        """Bytes that fit below the root; None where the store does not say, or says zero."""
 
     def remove(self, name: str) -> None:
         """Delete a file; a missing one is fine."""

@@ -12,17 +12,18 @@ import os
 import secrets
 import shutil
 from collections.abc import Callable, Iterator
-from typing import Any, BinaryIO, TypeVar
+from typing import BinaryIO, TypeVar
 
 from air_lightning.errors import StorageError
 from air_lightning.volumes import path as volume_path
 from air_lightning.volumes.base import Entry, FileInfo, Listing
 from air_lightning.volumes.mount import MountGuard
-from air_lightning.volumes.reader import RetryingReader
+from air_lightning.volumes.reader import FileRanges, RetryingReader
 from air_lightning.volumes.retry import Retry, is_kept, translate
 from air_lightning.volumes.statx import size_and_mtime
 from air_lightning.volumes.transfer import Download, State
 from air_lightning.volumes.walk import Walk, is_circular
+from air_lightning.volumes.writer import GatheringWriter, NamedFile
 
 _logger = logging.getLogger("air_lightning")
 _T = TypeVar("_T")
@@ -100,6 +101,14 @@ class LocalStorage:
         reader = RetryingReader(lambda: io.FileIO(local), self._visible(name), self._retry)
         return io.BufferedReader(reader, buffer_size=1 << 20)
 
+    @contextlib.contextmanager
+    def open_ranges(self, name: str) -> Iterator[FileRanges]:
+        """See :class:`~air_lightning.volumes.base.Storage`."""
+        with contextlib.closing(
+            FileRanges(self._local(name), self._visible(name), self._retry)
+        ) as file:
+            yield file
+
     def download(self, info: FileInfo, destination: str) -> int:
         """See :class:`~air_lightning.volumes.base.Storage`."""
         source = _Source(self, info.name)
@@ -112,7 +121,7 @@ class LocalStorage:
         temporary = temporary_name(target)
         file = self._call("create", name, lambda: self._create(temporary, name))
         try:
-            with io.BufferedWriter(file, buffer_size=_CHUNK) as writer:
+            with GatheringWriter(file, buffer_size=_CHUNK) as writer:
                 yield writer
                 self._finish(name, writer)
             self._publish(name, temporary, target)
@@ -146,6 +155,19 @@ class LocalStorage:
                 raise not_a_directory(self.root) from error
             raise
 
+    def free_bytes(self) -> int | None:
+        """See :class:`~air_lightning.volumes.base.Storage`."""
+        if self.root.startswith("/Volumes/"):
+            return None
+        directory = self._directory
+        while not os.path.exists(directory) and directory not in ("", "/"):
+            directory = os.path.dirname(directory)
+        try:
+            status = os.statvfs(directory)
+        except OSError:
+            return None
+        return status.f_bavail * status.f_frsize or None
+
     def remove(self, name: str) -> None:
         """See :class:`~air_lightning.volumes.base.Storage`."""
         with contextlib.suppress(FileNotFoundError):
@@ -165,13 +187,13 @@ class LocalStorage:
     def _local(self, name: str) -> str:
         return f"{self._directory}/{name}" if name else self._directory
 
-    def _create(self, temporary: str, name: str, mode: str = "xb") -> "_NamedFile":
+    def _create(self, temporary: str, name: str, mode: str = "xb") -> NamedFile:
         try:
-            return _NamedFile(temporary, mode, self._visible(name))
+            return NamedFile(temporary, mode, self._visible(name))
         except FileNotFoundError:
             self._guard.check()  # or the directory would be made beneath the mount that is away
             os.makedirs(os.path.dirname(temporary), exist_ok=True)
-            return _NamedFile(temporary, mode, self._visible(name))
+            return NamedFile(temporary, mode, self._visible(name))
 
     def _finish(self, name: str, writer: BinaryIO) -> None:
         try:
@@ -238,23 +260,6 @@ class _Stream:
     def close(self) -> None:
         with contextlib.suppress(OSError):  # a mount that died cannot be told either
             os.close(self._descriptor)
-
-
-class _NamedFile(io.FileIO):
-    """A file being written whose errors name it as users know it."""
-
-    def __init__(self, local: str, mode: str, visible: str) -> None:
-        super().__init__(local, mode)
-        self._visible = visible
-
-    def write(self, data: Any, /) -> int:
-        try:
-            return super().write(data)
-        except OSError as error:
-            if is_kept(error):
-                error.filename = self._visible
-                raise
-            raise translate("write", self._visible, error) from error
 
 
 def _is_dir(entry: os.DirEntry[str]) -> bool | None:

@@ -1,13 +1,16 @@
-"""A reader of one file on a volume that outlives the trouble of its handle."""
+"""Readers of one file on a volume that outlive the trouble of its handle."""
 
 import io
 import logging
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Sequence
 from typing import Any, BinaryIO
 
 from air_lightning.volumes.retry import Retry
 
 _logger = logging.getLogger("air_lightning")
+
+_MOST_VIEWS = 1024  # IOV_MAX of Linux: of more, preadv and writev refuse all
 
 
 class RetryingReader(io.RawIOBase):
@@ -87,3 +90,66 @@ class RetryingReader(io.RawIOBase):
                 file.close()
             except OSError as error:
                 _logger.debug("Closing a broken handle of %s: %s", self._path, error)
+
+
+class FileRanges:
+    """Reads parts of a local file into memory that is there already; for one thread.
+
+    Args:
+        local: The file, as the operating system knows it.
+        path: The file as users see it.
+        retry: How long to try.
+    """
+
+    def __init__(self, local: str, path: str, retry: Retry) -> None:
+        self._local = local
+        self._path = path
+        self._retry = retry
+        self._descriptor: int | None = None
+
+    def read_into(self, offset: int, views: Sequence[memoryview]) -> int:
+        """See :class:`~air_lightning.volumes.base.RangeReader`."""
+        waiting = list(reversed(views))
+        done = 0
+
+        def read() -> int:
+            return self._read(offset + done, waiting)
+
+        while waiting:
+            count = self._retry.call("read", self._path, read)
+            if count == 0:
+                break
+            done += count
+            advance(waiting, count)
+        return done
+
+    def close(self) -> None:
+        """Close the file, if it was opened."""
+        descriptor, self._descriptor = self._descriptor, None
+        if descriptor is not None:
+            try:
+                os.close(descriptor)
+            except OSError as error:
+                _logger.debug("Closing a handle of %s: %s", self._path, error)
+
+    def _read(self, position: int, waiting: list[memoryview]) -> int:
+        try:
+            if self._descriptor is None:
+                self._descriptor = os.open(self._local, os.O_RDONLY | os.O_CLOEXEC)
+            return os.preadv(self._descriptor, first_views(waiting), position)
+        except OSError:
+            self.close()  # a handle that went stale never recovers by itself
+            raise
+
+
+def first_views(waiting: list[memoryview]) -> list[memoryview]:
+    """The views that one system call may take of a list that lies in reverse order."""
+    return waiting[: -_MOST_VIEWS - 1 : -1]
+
+
+def advance(waiting: list[memoryview], count: int) -> None:
+    """Drop the first ``count`` bytes of views that lie in reverse order."""
+    while waiting and count >= waiting[-1].nbytes:
+        count -= waiting.pop().nbytes
+    if count:
+        waiting[-1] = waiting[-1][count:]

@@ -10,7 +10,7 @@ import errno
 import io
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime
 from typing import Any, BinaryIO, TypeVar, cast
 
@@ -132,6 +132,11 @@ class FsspecStorage:
         )
         return io.BufferedReader(reader, buffer_size=1 << 20)
 
+    @contextlib.contextmanager
+    def open_ranges(self, name: str) -> Iterator["_Ranges"]:
+        """See :class:`~air_lightning.volumes.base.Storage`."""
+        yield _Ranges(self, name)
+
     def download(self, info: FileInfo, destination: str) -> int:
         """See :class:`~air_lightning.volumes.base.Storage`."""
         if len(cut(info.size, _PART)) > 1 and self._has_ranges:
@@ -159,6 +164,10 @@ class FsspecStorage:
             raise not_a_directory(self.root)
         if not self._in_bucket:
             self._call("create", "", lambda: self._fs.makedirs(self._base, exist_ok=True))
+
+    def free_bytes(self) -> int | None:
+        """See :class:`~air_lightning.volumes.base.Storage`; object stores do not say."""
+        return None
 
     def remove(self, name: str) -> None:
         """See :class:`~air_lightning.volumes.base.Storage`."""
@@ -286,6 +295,25 @@ class _Stream:
 
     def close(self) -> None:
         pass
+
+
+class _Ranges:
+    """Reads parts of one file, each with a request of its own."""
+
+    def __init__(self, storage: FsspecStorage, name: str) -> None:
+        self._storage = storage
+        self._name = name
+
+    def read_into(self, offset: int, views: Sequence[memoryview]) -> int:
+        """See :class:`~air_lightning.volumes.base.RangeReader`."""
+        wanted = sum(view.nbytes for view in views)
+        data = memoryview(self._storage.read_bytes(self._name, offset, wanted))
+        position = 0
+        for view in views:
+            piece = data[position : position + view.nbytes]
+            view[: piece.nbytes] = piece
+            position += piece.nbytes
+        return position
 
 
 @contextlib.contextmanager

@@ -1,0 +1,51 @@
+"""A local file being written: errors name it as users know it, and many pieces go in one call."""
+
+import contextlib
+import io
+import os
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from air_lightning.volumes.reader import advance, first_views
+from air_lightning.volumes.retry import is_kept, translate
+
+
+class NamedFile(io.FileIO):
+    """A file being written whose errors name it as users know it."""
+
+    def __init__(self, local: str, mode: str, visible: str) -> None:
+        super().__init__(local, mode)
+        self._visible = visible
+
+    def write(self, data: Any, /) -> int:
+        """See the base class."""
+        with self._naming():
+            return super().write(data)
+
+    def write_views(self, views: Sequence[memoryview]) -> None:
+        """Write all of them without copying them together first."""
+        waiting = list(reversed([view for view in views if view.nbytes]))
+        with self._naming():
+            while waiting:
+                advance(waiting, os.writev(self.fileno(), first_views(waiting)))
+
+    @contextlib.contextmanager
+    def _naming(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            if is_kept(error):
+                error.filename = self._visible
+                raise
+            raise translate("write", self._visible, error) from error
+
+
+class GatheringWriter(io.BufferedWriter):
+    """A buffered writer that also takes many pieces of memory at once."""
+
+    raw: NamedFile
+
+    def write_views(self, views: Sequence[memoryview]) -> None:
+        """Write all of them, after what was written before."""
+        self.flush()
+        self.raw.write_views(views)

@@ -1,0 +1,115 @@
+"""A save of many ranks: each entry written once, shares alike, collectives that do not grow."""
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+)
+from torch.distributed.checkpoint.planner import (
+    SavePlan,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
+from torch.distributed.tensor.debug import CommDebugMode
+
+from air_lightning.checkpoint.dcp import UCVolumeReader, UCVolumeWriter
+from air_lightning.checkpoint.planner import SavePlanner, SerializedBlob, save
+from air_lightning.checkpoint.sharing import own_share, share_out
+from ranks import run_ranks
+
+
+def _whole(name: str, rows: int) -> WriteItem:
+    size = torch.Size([rows, 64])
+    chunk = ChunkStorageMetadata(torch.Size([0, 0]), size)
+    data = TensorWriteData(chunk, TensorProperties(torch.float32), size)
+    return WriteItem(MetadataIndex(name, chunk.offsets), WriteItemType.TENSOR, tensor_data=data)
+
+
+def test_what_all_ranks_hold_is_shared_out_evenly(tmp_path: Path) -> None:
+    """Of 300 tensors on 64 ranks each is written by one rank, and no rank has a tensor too many."""
+    items = [_whole(f"state_dict.t{i}", 1 + i % 7) for i in range(300)]
+    paths = {item.index.fqn: (item.index.fqn,) for item in items}
+    planner, writer = SavePlanner(), UCVolumeWriter(tmp_path)
+    planner.set_up_planner({}, None, is_coordinator=True)
+    writer.set_up_storage_writer(True)
+    plans, metadata = planner.create_global_plan([SavePlan(items, planner_data=paths)] * 64)
+    plans = writer.prepare_global_plan(plans)
+    written = Counter(item.index.fqn for plan in plans for item in plan.items)
+    assert written == Counter({item.index.fqn: 1 for item in items})
+    assert len(metadata.state_dict_metadata) == 300
+    shares = [sum(item.tensor_storage_size() or 0 for item in plan.items) for plan in plans]
+    assert max(shares) <= sum(shares) / len(shares) + 7 * 64 * 4
+
+
+@given(
+    sizes=st.dictionaries(st.text(max_size=5), st.integers(0, 1000), max_size=40),
+    ranks=st.integers(1, 9),
+)
+def test_sharing_out_is_even_and_the_same_for_all(sizes: dict[str, int], ranks: int) -> None:
+    """Each key has one writer, whatever the keys' order, and no rank has a tensor too many."""
+    writers = share_out(sizes, ranks)
+    assert writers == share_out(dict(reversed(sizes.items())), ranks)
+    assert writers.keys() == sizes.keys()
+    loads = [0] * ranks
+    for key, rank in writers.items():
+        loads[rank] += max(sizes[key], 1)
+    assert max(loads) <= sum(loads) / ranks + max(sizes.values(), default=0) + 1
+
+
+def _save_unlike(folder: str) -> None:
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    group = dist.new_group(backend="gloo")
+    common = {f"state_dict.t{i}": torch.full((3,), float(i)) for i in range(20)}
+    for name, own in (("like", {}), ("unlike", {f"state_dict.of{rank}": torch.ones(2)})):
+        blob = {f"air.rank.{rank}": SerializedBlob.of(rank)}
+        writer = UCVolumeWriter(f"{folder}/{name}")
+        save({**common, **own, **blob}, writer, process_group=group, no_dist=False)
+        listed = own_share({**common, **own}, group)
+        assert len(listed) == (21 if own else 10)
+    dist.destroy_process_group()
+
+
+def test_ranks_that_hold_unlike_tensors_lose_none(tmp_path: Path) -> None:
+    """Whether or not two ranks hold the same tensors, all of them are in the checkpoint once."""
+    log = tmp_path / "log"
+    status = run_ranks(_save_unlike, str(tmp_path), world_size=2, log=log)
+    assert status == [0, 0], log.read_text()
+    for name, more in (("like", set()), ("unlike", {"state_dict.of0", "state_dict.of1"})):
+        metadata = UCVolumeReader(tmp_path / name).read_metadata()
+        blobs = {"air.rank.0", "air.rank.1"}
+        tensors = {f"state_dict.t{i}" for i in range(20)} | more
+        assert metadata.state_dict_metadata.keys() == tensors | blobs
+        assert Counter(index.fqn for index in metadata.storage_data) == Counter(tensors | blobs)
+        assert metadata.planner_data["state_dict.t7"] == ("state_dict", "t7")
+
+
+def _count_collectives(folder: str) -> None:
+    dist.init_process_group("gloo")
+    group = dist.new_group(backend="gloo")
+    counts: list[Any] = []
+    for tensors in (2, 200):
+        entries = {f"state_dict.t{i}": torch.ones(3) for i in range(tensors)}
+        writer = UCVolumeWriter(f"{folder}/{tensors}")
+        with CommDebugMode() as mode:
+            save(entries, writer, process_group=group, no_dist=False)
+        counts.append(dict(mode.get_comm_counts()))
+    assert counts[0], "no collective was seen"
+    assert counts[0] == counts[1]
+    dist.destroy_process_group()
+
+
+def test_the_number_of_collectives_does_not_grow_with_the_tensors(tmp_path: Path) -> None:
+    """Two ranks saving 2 and 200 tensors take part in the same collectives, as often."""
+    log = tmp_path / "log"
+    status = run_ranks(_count_collectives, str(tmp_path), world_size=2, log=log)
+    assert status == [0, 0], log.read_text()
