@@ -40,6 +40,7 @@ if TYPE_CHECKING:
         StorageError,
         UnsafeCheckpointError,
         VolumeNotMountedError,
+        WorkerDiedError,
     )
     from air_lightning.integrations.checkpoint_io import AirCheckpointIO
     from air_lightning.integrations.datamodule import AirDataModule
@@ -78,6 +79,7 @@ _HOMES = {
         "StorageError",
         "UnsafeCheckpointError",
         "VolumeNotMountedError",
+        "WorkerDiedError",
     ),
     "air_lightning.integrations.checkpoint_io": ("AirCheckpointIO",),
     "air_lightning.integrations.datamodule": ("AirDataModule",),
@@ -113,6 +115,7 @@ __all__ = [
     "UCVolumeWriter",
     "UnsafeCheckpointError",
     "VolumeNotMountedError",
+    "WorkerDiedError",
     "__version__",
     "capture_rng_state",
     "export_checkpoint",

@@ -14,6 +14,7 @@ The tree, so that a caller can catch as widely or as narrowly as is needed::
     ├── StateError (ValueError)                a state dict that does not fit here
     │   └── GridMismatchError                  taken with other ranks or workers
     ├── RankMismatchError (ValueError)         the ranks were given different data
+    ├── WorkerDiedError (RuntimeError)         a loader's worker process was killed
     ├── NotCheckpointableError (TypeError)     no state can be taken of this dataset
     └── CheckpointError
         ├── CorruptCheckpointError             a file is missing, short or altered
@@ -71,6 +72,10 @@ class GridMismatchError(StateError):
 
 class RankMismatchError(AirError, ValueError):
     """The ranks of a run have other files, another order or other numbers of batches."""
+
+
+class WorkerDiedError(AirError, RuntimeError):
+    """A worker process of a loader ended in the middle of a pass."""
 
 
 class NotCheckpointableError(AirError, TypeError):

@@ -52,11 +52,13 @@ class Wrapper(IterableDataset):
 def test_a_cold_pass_downloads_and_a_warm_one_hits(files, wrap, workers):
     """Each file is downloaded once, in the first pass; every later pass finds all in the cache."""
     loader = DataLoader(wrap(files()), num_workers=workers, batch_size=2)
-    assert set(loader.statistics()) == set(counters.NAMES)
+    assert set(loader.statistics()) == {"batches", "data_wait_s", *counters.NAMES}
     assert not any(loader.statistics().values())
     assert sum(len(batch) for batch in loader) == FILES
     cold = loader.statistics()
     assert cold.pop("download_s") > 0
+    assert cold.pop("data_wait_s") > 0
+    assert cold.pop("batches") == FILES // 2
     assert cold == {
         **dict.fromkeys(cold, 0),
         "files_downloaded": FILES,

@@ -21,14 +21,17 @@ from lightning.fabric.utilities import data as fabric_data
 from torch.utils.data import IterableDataset, TensorDataset, get_worker_info
 from torch.utils.data._utils.pin_memory import pin_memory
 
+from air_lightning.data.dataset import UCVolumeDataset
 from air_lightning.data.loader import DataLoader
 from air_lightning.data.stream import Grid, current_grid
 from air_lightning.data.worker import Delivered, Standing
 from air_lightning.errors import (
+    EmptyVolumeError,
     GridMismatchError,
     InvalidArgumentError,
     NotCheckpointableError,
     StateError,
+    WorkerDiedError,
 )
 
 pytestmark = [
@@ -321,12 +324,12 @@ class Pids(Numbers):
 
 
 def test_a_killed_worker_is_torchs_error_and_the_next_pass_has_new_workers():
-    """A worker that dies raises torch's RuntimeError, and iter() forks anew."""
+    """A worker that dies is an error that names it, and iter() forks anew."""
     loader = loader_of(Numbers(600), num_workers=1, prefetch_factor=1)
     iterator = iter(loader)
     next(iterator)
     os.kill(loader._iterator._workers[0].pid, signal.SIGKILL)
-    with pytest.raises(RuntimeError, match="worker"):
+    with pytest.raises(WorkerDiedError, match=r"pid \d+, signal 9"):
         list(iterator)
     assert sum(len(batch) for batch in loader) == 600
 
@@ -864,3 +867,13 @@ def test_lightnings_worker_seeding_can_be_set_on_the_loader(monkeypatch):
     resumed = fresh()
     resumed.load_state_dict(cut.state_dict())
     assert list(resumed) == whole[2:]
+
+
+def test_drop_last_that_leaves_nothing_is_refused(volume):
+    """Workers with fewer files than a batch would train nothing, in silence."""
+    volume.write(7)
+    loader = DataLoader(UCVolumeDataset(volume.path), batch_size=4, num_workers=3, drop_last=True)
+    with pytest.raises(EmptyVolumeError, match=r"7 files.*num_workers=3, and batch_size=4"):
+        iter(loader)
+    loader = DataLoader(UCVolumeDataset(volume.path), batch_size=4, num_workers=1, drop_last=True)
+    assert len(list(loader)) == 1

@@ -69,13 +69,21 @@ def test_a_pattern_filters_when_writing_and_when_reading(volume, tmp_path, manif
 
 @pytest.mark.parametrize("place", ["volume", "memory"])
 def test_a_manifest_may_lie_on_a_volume_or_in_an_object_store(volume, place):
-    """It is read from where it is; one inside the directory does not list itself."""
+    """It is read from where it is; one inside the directory has a name that is not listed."""
     volume.write(3)
-    inside = f"{volume.path}/lists/files"
+    inside = f"{volume.path}/.lists/files"
     out = {"volume": inside, "memory": f"memory://{uuid.uuid4().hex}/files"}[place]
     assert write_manifest(volume.path, out) == 3
     assert write_manifest(volume.path, out) == 3
     assert len(UCVolumeDataset(volume.path, manifest=out)) == 3
+
+
+def test_a_manifest_that_would_be_listed_is_refused(volume):
+    """Below the directory a name without a dot would become a file to train on."""
+    volume.write(3)
+    with pytest.raises(InvalidArgumentError, match=r"out='part0/list'.*Call it \.list"):
+        write_manifest(volume.path, f"{volume.path}/part0/list")
+    assert len(UCVolumeDataset(volume.path)) == 3
 
 
 def test_a_manifest_of_another_root_is_used_with_a_warning(volume, manifest, caplog):

@@ -40,7 +40,11 @@ from air_lightning.data.stream import Checkpointable, data_rank
 from air_lightning.data.timing import WaitTimer, sending_paused
 from air_lightning.data.turns import Turns
 from air_lightning.data.worker import WorkerSide, stream_seed
-from air_lightning.errors import InvalidArgumentError, NotCheckpointableError
+from air_lightning.errors import (
+    EmptyVolumeError,
+    InvalidArgumentError,
+    NotCheckpointableError,
+)
 
 T_co = TypeVar("T_co", covariant=True)
 
@@ -172,8 +176,23 @@ class DataLoader(Observed, torch.utils.data.DataLoader[T_co]):
     def begin(self) -> tuple[Position, Iterator[Any]]:
         """Start torch's iterator at the position of the next pass."""
         position = self._next_position()
+        self._require_batches(position)
         self._asked_epoch = None
         return position, self._start(position)
+
+    def _require_batches(self, position: Position) -> None:
+        """Refuse an epoch of which ``drop_last`` leaves nothing: no step would be trained."""
+        told = hasattr(self.dataset, "slice_length") and hasattr(self.dataset, "__len__")
+        if not self.drop_last or position.before or not told:
+            return
+        files = len(self.dataset)
+        if files and self._batches_left(Position(0)) == 0:
+            raise EmptyVolumeError(
+                f"drop_last=True leaves no batch: the {files} files of this rank are shared out "
+                f"over num_workers={self.num_workers}, and batch_size={self.batch_size} is more "
+                "than each of them has. Use fewer workers, a smaller batch_size, or "
+                "drop_last=False."
+            )
 
     def record(self, position: Position) -> None:
         """Note that one more batch was consumed."""

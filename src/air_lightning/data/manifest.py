@@ -59,7 +59,8 @@ def write_manifest(
     Args:
         path: The directory: a volume path, an fsspec URL or a local path.
         out: The file to write: a volume path, an fsspec URL or a local path. It appears whole or
-            not at all, and is left out of the list.
+            not at all. Below ``path`` its name must begin with a dot, or be below a directory whose
+            name does: it would be listed as a file to train on by whoever uses no manifest.
         pattern: Glob on the relative path, as of ``UCVolumeDataset``.
         storage_options: For fsspec URLs, passed to the file system.
 
@@ -76,10 +77,8 @@ def write_manifest(
     target, name = _locate(out, "out")
     storage = open_storage(path, allow_local=True, storage_options=storage_options)
     destination = _open(target, storage.root, storage_options)
-    listing = list_all(storage, sizes=True)
-    own = os.fsencode(_below(storage.root, volume_path.join(target, name)))
-    others = [index for index, listed in enumerate(listing.names) if listed != own]
-    files = select(listing.only(others), pattern, storage.root)
+    _require_not_listed(_below(storage.root, volume_path.join(target, name)), name)
+    files = select(list_all(storage, sizes=True), pattern, storage.root)
     with destination.open_write(name) as file:
         for part in pack(files, {"root": storage.root, "pattern": pattern}):
             file.write(part)
@@ -251,6 +250,14 @@ def _open(parent: str, root: str, options: Mapping[str, Any] | None) -> Storage:
 
 def _place(root: str) -> str:
     return root.removeprefix("file://")
+
+
+def _require_not_listed(name: str, own: str) -> None:
+    if name and not any(segment.startswith(".") for segment in name.split("/")):
+        raise InvalidArgumentError(
+            f"out={name!r} was given, below the directory that is listed: datasets without a "
+            f"manifest would take it for a file to train on. Call it .{own}, or write it elsewhere."
+        )
 
 
 def _below(root: str, path: str) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 from air_lightning.data.agreement import Agreement, agree
 from air_lightning.data.counters import Counters
 from air_lightning.data.progress import Position
+from air_lightning.data.timing import WaitTimer
 
 
 class Observed:
@@ -22,17 +23,23 @@ class Observed:
     equal_batches = False
     num_workers: int
     dataset: Any
+    _timer: WaitTimer
     _counters: Counters | None = None
     _agreement: Agreement | None = None
 
     def statistics(self) -> dict[str, float]:
         """What this rank's workers did since the loader was made, by name.
 
+        ``batches`` that were given and ``data_wait_s``, the seconds that ``next()`` took for them;
         ``files_downloaded``, ``bytes_downloaded`` and ``download_s`` (of all threads together),
         ``cache_hits``, ``evictions``, ``retries`` after transient errors, ``files_skipped`` (bad
         ones, replaced) and ``reads_through`` (files too large for the disk, read where they lie).
         """
-        return self._counting().totals()
+        return {
+            "batches": float(self._timer.batches),
+            "data_wait_s": self._timer.wait_s,
+            **self._counting().totals(),
+        }
 
     def _counting(self) -> Counters:
         if self._counters is None:

@@ -1,5 +1,6 @@
 """The iterators that a loader hands out: one pass, its timing, and torch's with a first turn."""
 
+import sys
 import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
@@ -12,6 +13,7 @@ from air_lightning.data.counters import counting_into
 from air_lightning.data.progress import Position
 from air_lightning.data.timing import WaitTimer
 from air_lightning.data.worker import Delivered, borrowed_generators
+from air_lightning.errors import WorkerDiedError
 
 if TYPE_CHECKING:
     from air_lightning.data.loader import DataLoader
@@ -80,10 +82,20 @@ class Pass:
 
     def _fetch(self) -> Delivered:
         if self._loader.num_workers > 0:
-            delivered: Delivered = next(self._iterator)
-            return delivered
+            return self._from_worker()
         with borrowed_generators():
             return next(self._iterator)  # type: ignore[no-any-return]
+
+    def _from_worker(self) -> Delivered:
+        try:
+            delivered: Delivered = next(self._iterator)
+        except RuntimeError as error:
+            workers: Any = self._iterator
+            dead = [worker for worker in workers._workers if not worker.is_alive()]
+            if dead:
+                raise _died(dead, self._position) from error
+            raise
+        return delivered
 
     def _consume(self, delivered: Delivered) -> None:
         self._resumed = False
@@ -142,10 +154,30 @@ class TimedIterator:
             self._timer.end_pass()
         return batch
 
+    def __del__(self) -> None:
+        # A pass that is broken off has no other end.
+        if not sys.is_finalizing():
+            self._timer.end_pass()
+
     def __reduce__(self) -> tuple[Any, ...]:
         # A copy is at its end: no iterator of workers can be copied, and Lightning copies
         # containers that hold one.
         return iter, ((),)
+
+
+def _died(workers: list[Any], position: Position) -> WorkerDiedError:
+    told = ", ".join(
+        f"{worker.name} (pid {worker.pid}, "
+        + (f"signal {-code})" if code < 0 else f"exit code {code})")
+        for worker in workers
+        for code in [worker.exitcode or 0]
+    )
+    return WorkerDiedError(
+        f"A worker of the DataLoader ended in the middle of epoch {position.epoch}, after "
+        f"{position.batches} batches: {told}. Signal 9 is mostly the kernel's, for memory (dmesg | "
+        "grep -i oom). Nothing is lost: start again from the last checkpoint, with fewer workers, "
+        "or a smaller batch, prefetch_factor or read_ahead."
+    )
 
 
 class RoundRobinIter(_MultiProcessingDataLoaderIter):

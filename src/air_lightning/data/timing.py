@@ -46,7 +46,7 @@ class Report(NamedTuple):
 class WaitTimer:
     """Adds up the durations of ``next()`` and reports them now and then.
 
-    Metrics are named ``air/rank<r>/...``, and their step is the number of batches so far:
+    Metrics are named ``air/rank<r>/...``; their step is the number of seconds since the run began.
 
     * ``data_wait_ms_mean``, ``_max``, ``_sum`` and ``_count`` cover the batches since the report
       before, and ``download_mb_per_s`` the time since then.
@@ -56,6 +56,10 @@ class WaitTimer:
     Args:
         interval_s: Seconds between reports.
         totals: Reads the totals; None for waits alone.
+
+    Attributes:
+        batches: How many were counted.
+        wait_s: Seconds that they took in all.
     """
 
     def __init__(
@@ -63,7 +67,8 @@ class WaitTimer:
     ) -> None:
         self._interval_s = interval_s
         self._totals = totals
-        self._batches = 0
+        self.batches = 0
+        self.wait_s = 0.0
         self._began: float | None = None  # of the interval; None between passes
         self._bytes_before = 0.0
         self._clear()
@@ -80,7 +85,8 @@ class WaitTimer:
     def add(self, began: float, ended: float) -> None:
         """Count one ``next()``, between two readings of ``time.perf_counter()``."""
         waited = ended - began
-        self._batches += 1
+        self.batches += 1
+        self.wait_s += waited
         self._count += 1
         self._sum += waited
         self._max = max(self._max, waited)
@@ -103,8 +109,12 @@ class WaitTimer:
         try:
             active = _active_run()
             if active is not None:
+                uri, run_id, began_ms = active
                 stamp = int(time.time() * 1000)
-                _reporter().put(Report(*active, metrics, self._batches, stamp))
+                # Not batches: those of training and of validation, and those before and after a
+                # resume into the same run, would be counted by different clocks.
+                step = max(0, stamp - began_ms) // 1000
+                _reporter().put(Report(uri, run_id, metrics, step, stamp))
         except Exception as error:  # noqa: BLE001 - see give_up
             # A broken tracking set-up is no reason to stop training.
             _reporter().give_up(error)
@@ -129,12 +139,14 @@ class WaitTimer:
         return {**totals, "download_mb_per_s": megabytes / seconds if seconds > 0 else 0.0}
 
 
-def _active_run() -> tuple[str, str] | None:
-    """(tracking URI, run id) of this thread's active run, if there is one."""
+def _active_run() -> tuple[str, str, int] | None:
+    """(tracking URI, run id, start in ms) of this thread's active run, if there is one."""
     mlflow: Any = sys.modules.get("mlflow")
     active_run = getattr(mlflow, "active_run", None)
     run = active_run() if active_run is not None else None
-    return None if run is None else (mlflow.get_tracking_uri(), run.info.run_id)
+    if run is None:
+        return None
+    return mlflow.get_tracking_uri(), run.info.run_id, int(run.info.start_time)
 
 
 class _Reporter:

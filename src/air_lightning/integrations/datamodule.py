@@ -13,6 +13,7 @@ from typing import Any, Literal, get_args
 from lightning.pytorch import LightningDataModule
 from typing_extensions import override
 
+from air_lightning.data.checks import check_options
 from air_lightning.data.dataset import UCVolumeDataset
 from air_lightning.data.listing import compile_pattern
 from air_lightning.data.loader import DataLoader
@@ -50,6 +51,9 @@ class AirDataModule(LightningDataModule):
             batch that another does not have; ``"keep"`` otherwise.
         on_error: ``"raise"`` or ``"skip"`` for a file that cannot be read.
         cache_dir: Directory on a local disk that ranks and restarts of a node share as a cache.
+        read_ahead: How many files each worker downloads ahead; None for UCVolumeDataset's default.
+        min_free_bytes: Free disk that the cache leaves; None for UCVolumeDataset's default.
+        timeout: Seconds that a batch may take before it is an error; 0 for no limit.
         pin_memory: Whether batches are copied to page-locked memory.
         drop_last: Whether a worker's last, smaller batch is left out in training.
         storage_options: Options for fsspec when paths are URLs.
@@ -79,6 +83,9 @@ class AirDataModule(LightningDataModule):
         uneven: Uneven | None = None,
         on_error: Literal["raise", "skip"] = "raise",
         cache_dir: str | None = None,
+        read_ahead: int | None = None,
+        min_free_bytes: int | None = None,
+        timeout: float = 0,
         pin_memory: bool = False,
         drop_last: bool = False,
         storage_options: dict[str, Any] | None = None,
@@ -98,6 +105,11 @@ class AirDataModule(LightningDataModule):
         resolve_prefetch(prefetch_factor, 1)
         if pattern is not None:
             compile_pattern(pattern)
+        check_options(False, 0, "keep", "raise", read_ahead)
+        seconds = isinstance(timeout, int | float) and timeout >= 0
+        _check("a number of seconds, 0 or more", "timeout", timeout, fits=seconds)
+        room = min_free_bytes is None or (whole(min_free_bytes) or 0) >= 0
+        _check("a number of bytes, 0 or more", "min_free_bytes", min_free_bytes, fits=room)
         _check_choices("uneven", uneven, (None, *get_args(Uneven)))
         _check_choices("on_error", on_error, ("raise", "skip"))
         for name, flag in (
@@ -134,12 +146,15 @@ class AirDataModule(LightningDataModule):
             "seed": whole_seed,
             "on_error": on_error,
             "cache_dir": cache_dir,
+            "read_ahead": read_ahead,
+            "min_free_bytes": min_free_bytes,
             "storage_options": storage_options,
         }
         self._loader_options: dict[str, Any] = {
             "num_workers": num_workers,
             "prefetch_factor": prefetch_factor,
             "pin_memory": pin_memory,
+            "timeout": timeout,
         }
 
     def decode(self, path: str) -> Any:
