@@ -7,14 +7,15 @@ Sources and caches lie in memory (``--dir``), so that the disk is not what is me
 Contenders: ``torch`` reads the mount in a map-style dataset; ``copy`` copies each file to a local
 cache first, whole and renamed into place, then reads it; ``air`` is ours.
 
-Prints one JSON line per workload, medians over the rounds and ratios to ``torch``:
+Prints one JSON line per workload, medians over the rounds and ratios to ``torch`` (or to what the
+line says):
 
 ``small``    many small files: seconds to the first batch (workers started in between), files per
              second of a cold and of a warm pass, opens and stats on the mount per file
-``resume``   the same files from the middle of an epoch: first batch against a fresh start's, files
+``resume``   the same files from the middle of an epoch: first batch to a ``fresh`` start's, files
              that were fetched again
 ``large``    few large files: seconds to the first batch
-``listing``  a tree of many files: seconds against a plain scan in 16 threads
+``listing``  a tree of many files: seconds, to a ``plain`` scan in 16 threads
 ``item``     local files, no mount: microseconds an item beyond torch's own loader of names
 """
 
@@ -44,7 +45,6 @@ sys.path.insert(0, os.path.join(os.path.dirname(HERE), "tests", "fuse"))
 
 from slow_mount import slow_mount  # noqa: E402 - found by the line above
 
-OPEN_S, BANDWIDTH = 0.02, 200e6
 LIST_S, ENTRY_S = 0.02, 50e-6
 Contender = Callable[[str, int, int], Any]
 
@@ -124,13 +124,13 @@ def source(files: int, size: int, folders: int = 0) -> Iterator[str]:
         yield folder
 
 
-def mounted(folder: str) -> Any:
+def mounted(folder: str, args: argparse.Namespace) -> Any:
     return slow_mount(
         folder,
-        open_delay_s=OPEN_S,
+        open_delay_s=args.open_ms / 1000,
         list_delay_s=LIST_S,
         entry_delay_s=ENTRY_S,
-        bandwidth=BANDWIDTH,
+        bandwidth=args.mb_per_s * 1e6,
         flush=False,
         attr_timeout_s=1.0,
     )
@@ -157,7 +157,7 @@ def first_batch(loader: Any) -> float:
 
 def small(args: argparse.Namespace) -> dict[str, Any]:
     def measure(name: str, folder: str) -> dict[str, float]:
-        with mounted(folder) as mount:
+        with mounted(folder, args) as mount:
             loader = CONTENDERS[name](str(mount), args.workers, args.batch_size)
             before = mount.counts()
             first, cold = one_pass(loader, args.files * args.kb * 1000)
@@ -180,9 +180,9 @@ def resume(args: argparse.Namespace) -> dict[str, Any]:
     half = args.files // args.batch_size // 2
 
     def measure(name: str, folder: str) -> dict[str, float]:
-        with mounted(folder) as mount:
+        with mounted(folder, args) as mount:
             loader = air_loader(str(mount), args.workers, args.batch_size)
-            if name == "torch":  # the fresh start that the other is compared with
+            if name == "fresh":
                 return {"first_batch_s": first_batch(loader), "opened_again": 0.0}
             batches = iter(loader)
             for _ in range(half):
@@ -201,12 +201,13 @@ def resume(args: argparse.Namespace) -> dict[str, Any]:
         return {"first_batch_s": first, "opened_again": float(len(again & set(delivered)))}
 
     with source(args.files, args.kb * 1000) as folder:
-        return rounds(args, ["torch", "air"], lambda name: measure(name, folder))
+        names = ["fresh", "resumed"]
+        return rounds(args, names, lambda name: measure(name, folder), base="fresh")
 
 
 def large(args: argparse.Namespace) -> dict[str, Any]:
     def measure(name: str, folder: str) -> dict[str, float]:
-        with mounted(folder) as mount:
+        with mounted(folder, args) as mount:
             loader = CONTENDERS[name](str(mount), args.workers, 64)
             first = first_batch(loader)
             del loader
@@ -225,9 +226,9 @@ def listing(args: argparse.Namespace) -> dict[str, Any]:
             return sum(map(len, pool.map(scan, scan(folder))))
 
     def measure(name: str, folder: str) -> dict[str, float]:
-        with mounted(folder) as mount:
+        with mounted(folder, args) as mount:
             began = time.perf_counter()
-            if name == "torch":  # the plain scan
+            if name == "plain":
                 count = plain(str(mount))
             else:
                 count = len(take_listing(open_storage(f"file://{mount}"), None))
@@ -237,7 +238,8 @@ def listing(args: argparse.Namespace) -> dict[str, Any]:
         return {"seconds": took}
 
     with source(args.listed, 1, folders=100) as folder:
-        return rounds(args, ["torch", "air"], lambda name: measure(name, folder))
+        names = ["plain", "air"]
+        return rounds(args, names, lambda name: measure(name, folder), base="plain")
 
 
 def item(args: argparse.Namespace) -> dict[str, Any]:
@@ -262,7 +264,10 @@ def item(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def rounds(
-    args: argparse.Namespace, names: list[str], measure: Callable[[str], dict[str, float]]
+    args: argparse.Namespace,
+    names: list[str],
+    measure: Callable[[str], dict[str, float]],
+    base: str = "torch",
 ) -> dict[str, Any]:
     found: dict[str, list[dict[str, float]]] = {name: [] for name in names}
     for number in range(args.rounds):
@@ -272,11 +277,11 @@ def rounds(
         name: {key: round(median(r[key] for r in all_), 4) for key in all_[0]}
         for name, all_ in found.items()
     }
-    base = medians["torch"]
+    to = medians[base]
     ratios = {
-        name: {key: round(value / base[key], 3) for key, value in values.items() if base[key]}
+        name: {key: round(value / to[key], 3) for key, value in values.items() if to[key]}
         for name, values in medians.items()
-        if name != "torch"
+        if name != base
     }
     return {"contenders": medians, "ratios": ratios}
 
@@ -293,7 +298,9 @@ def main() -> None:
     parser.add_argument("--kb", type=int, default=100, help="size of a small file")
     parser.add_argument("--large-files", type=int, default=200)
     parser.add_argument("--listed", type=int, default=100_000)
-    parser.add_argument("--workers", type=int, default=8)
+    parser.add_argument("--open-ms", type=float, default=20, help="latency of each open")
+    parser.add_argument("--mb-per-s", type=float, default=200, help="bandwidth of the mount in all")
+    parser.add_argument("--workers", type=int, default=8, help="-1 for each loader's own default")
     parser.add_argument("--batch-size", type=int, default=32)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--dir", default="/dev/shm", help="where sources and caches lie")
