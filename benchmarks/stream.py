@@ -183,7 +183,9 @@ def resume(args: argparse.Namespace) -> dict[str, Any]:
         with mounted(folder, args) as mount:
             loader = air_loader(str(mount), args.workers, args.batch_size)
             if name == "fresh":
-                return {"first_batch_s": first_batch(loader), "opened_again": 0.0}
+                fresh = first_batch(loader)
+                del loader  # ends its workers, before the mount goes
+                return {"first_batch_s": fresh, "opened_again": 0.0}
             batches = iter(loader)
             for _ in range(half):
                 next(batches)
