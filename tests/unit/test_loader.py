@@ -864,3 +864,17 @@ def test_lightnings_worker_seeding_can_be_set_on_the_loader(monkeypatch):
     resumed = fresh()
     resumed.load_state_dict(cut.state_dict())
     assert list(resumed) == whole[2:]
+
+
+def test_an_abandoned_pass_in_batches_of_another_size_is_begun_again():
+    """More batches than the length of this size were consumed; the epoch is not over for that."""
+    first = loader_of(Numbers(24), batch_size=1)
+    iterator = iter(first)
+    for _ in range(10):
+        next(iterator)
+    loader = loader_of(Numbers(24), batch_size=4)
+    with pytest.warns(UserWarning, match="batch_size=1"):
+        loader.load_state_dict(first.state_dict())
+    next(iter(loader))
+    assert next(iter(loader)) == [0, 1, 2, 3]
+    assert loader.epoch == 0
