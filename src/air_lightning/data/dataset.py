@@ -60,8 +60,8 @@ class UCVolumeDataset(IterableDataset[str]):
 
     Args:
         path: ``/Volumes/<catalog>/<schema>/<volume>[/...]`` or an fsspec URL; no local path
-            (``file://`` says it). All files below it are listed here and now, but for dot-files,
-            by one rank of each node.
+            (``file://`` says it). All files below it are listed here and now, but for dot-files;
+            ranks of a node that construct it at the same time share one listing.
         cache_dir: A directory on local disk that ranks, epochs and restarts share, each file
             downloaded once per node; not one below ``path``. By default a private one, removed with
             the dataset.
