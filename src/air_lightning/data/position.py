@@ -145,9 +145,9 @@ def _check_version(state: Any) -> None:
 
 def _count(state: Mapping[str, Any], key: str) -> int:
     number = state.get(key)
-    if type(number) is not int or number < 0:
+    if type(number) is not int or not 0 <= number < layers.COUNTS:
         raise StateError(
-            f"The dataset state has {key}={number!r}; wanted is a number, 0 or more. Load the dict "
+            f"The dataset state has {key}={number!r}; wanted is a number from 0 on. Load the dict "
             "that state_dict() returned, unaltered or through JSON and back."
         )
     return number

@@ -9,6 +9,7 @@ import contextlib
 import errno
 import io
 import logging
+import math
 import os
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -338,4 +339,4 @@ def _mtime(info: Mapping[str, Any]) -> float:
         with contextlib.suppress(ValueError):
             return datetime.fromisoformat(when.replace("Z", "+00:00")).timestamp()
         return 0.0
-    return float(when)
+    return float(when) if math.isfinite(when) else 0.0
