@@ -339,6 +339,26 @@ def test_a_long_run_of_bad_files_is_skipped_while_there_are_good_ones(volume, ba
     assert len(list(resumed)) == 100 - bad[30]
 
 
+def test_one_good_file_is_enough_after_a_resume(volume):
+    """Far behind, it is what was delivered last; a state keeps its place, checked."""
+    names = volume.write(61, folders=1)
+    for name in names[1:]:
+        volume.put(name, b"bad")
+
+    def make():
+        return UCVolumeDataset(volume.path, on_error="skip").map(lambda path: int(read(path)))
+
+    first, second = make(), make()
+    passing = iter(first)
+    head = [next(passing) for _ in range(40)]
+    state = first.state_dict()
+    second.load_state_dict(state)
+    assert head + list(second) == [0] * 61
+    with pytest.raises(StateError, match="good=61"):
+        make().load_state_dict({**state, "good": 61})
+    passing.close()
+
+
 def test_skipping_ends_where_every_file_is_bad(volume):
     """A volume of bad files is an error, chained to the first one's, not an endless search."""
     volume.write(40)

@@ -83,7 +83,7 @@ def read_checkpoint(
         names = list(checkpoint.get("state_dict") or ())
         compare_models(names, shapes, state_dict, strict=strict, where=where)
     live = {clean(name): tensor for name, tensor in (sharding or state_dict or {}).items()}
-    tensors = {place.key: _target(place, sizes[place.key], live) for place in places}
+    tensors = {place.key: _room(place, sizes[place.key], live, where) for place in places}
     planner = LoadPlanner(weights_only=weights_only)
     load(tensors, reader, planner, process_group=process_group, no_dist=no_dist)
     for place in places:
@@ -117,6 +117,19 @@ def _tensor_metadata(metadata: Metadata, key: str, where: str) -> TensorStorageM
             "was altered; resume from another one (find_latest_valid)."
         )
     return found
+
+
+def _room(
+    place: Place, saved: TensorStorageMetadata, live: Mapping[str, Any], where: str
+) -> torch.Tensor:
+    try:
+        return _target(place, saved, live)
+    except (RuntimeError, MemoryError, OverflowError) as error:
+        raise CorruptCheckpointError(
+            f"{where} tells of a tensor {place.key} of shape {tuple(saved.size)}, for which there "
+            f"is no memory ({str(error).splitlines()[0]}). Unless the model is as large, the "
+            "checkpoint was altered; resume from another one (find_latest_valid)."
+        ) from error
 
 
 def _target(place: Place, saved: TensorStorageMetadata, live: Mapping[str, Any]) -> torch.Tensor:

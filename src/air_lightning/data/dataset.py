@@ -24,6 +24,7 @@ from air_lightning.data.ahead import ReadAhead
 from air_lightning.data.cache import Lease, open_cache
 from air_lightning.data.checks import check_cache_dir, check_options, check_storage_options
 from air_lightning.data.counters import FILES_SKIPPED, RETRIES, count
+from air_lightning.data.generators import without_trace
 from air_lightning.data.layers import Layer
 from air_lightning.data.listing import compile_pattern
 from air_lightning.data.manifest import read_manifest
@@ -59,8 +60,8 @@ class UCVolumeDataset(IterableDataset[str]):
 
     Args:
         path: ``/Volumes/<catalog>/<schema>/<volume>[/...]`` or an fsspec URL; no local path
-            (``file://`` says it). All files below it are listed here and now, but for dot-files,
-            by one rank of each node.
+            (``file://`` says it). All files below it are listed here and now, but for dot-files;
+            ranks of a node that construct it at the same time share one listing.
         cache_dir: A directory on local disk that ranks, epochs and restarts share, each file
             downloaded once per node; not one below ``path``. By default a private one, removed with
             the dataset.
@@ -199,7 +200,8 @@ class UCVolumeDataset(IterableDataset[str]):
             position = self._loaded
         elif self._pass is not None and self._asked_epoch in (None, self._pass.epoch):
             current = self._pass
-            position = Position(current.epoch, current.delivered, before=current.before)
+            good = current.good if self._on_error == "skip" else None
+            position = Position(current.epoch, current.delivered, before=current.before, good=good)
         else:
             position = Position(self._epoch, 0)
         return to_state(position, current_grid(), self._order, self._file_list_state)
@@ -283,7 +285,7 @@ class UCVolumeDataset(IterableDataset[str]):
                 'here), or uneven="pad".'
             )
         delivered = len(indices) if start.finished else start.delivered
-        self._pass = StreamPass(epoch, delivered, indices, before)
+        self._pass = StreamPass(epoch, delivered, indices, before, start.good)
         return self._pass
 
     def _next_item(
@@ -297,7 +299,7 @@ class UCVolumeDataset(IterableDataset[str]):
                 raise
             return self._substitute(ahead, current, transform, self._name(current, place), error)
         try:
-            found = lease, _transformed(lease, transform)
+            found = lease, self._transformed(lease, transform)
         except Exception as error:
             name = self._name(current, place)
             if self._on_error == "raise":
@@ -321,7 +323,7 @@ class UCVolumeDataset(IterableDataset[str]):
             tried += 1
             try:
                 lease = ahead.fetch(int(current.indices[other]))
-                found = lease, _transformed(lease, transform)
+                found = lease, self._transformed(lease, transform)
             except Exception as also:  # noqa: BLE001 - whatever a user's decoder raises
                 _logger.debug("Nor can %s be used: %s", self._name(current, other), also)
             else:
@@ -339,16 +341,18 @@ class UCVolumeDataset(IterableDataset[str]):
             "volume, and the function given to map()."
         ) from error
 
+    def _transformed(self, lease: Lease, transform: Callable[[str], _T]) -> _T:
+        try:
+            if self._on_error == "raise":
+                return transform(lease.path)
+            with without_trace():
+                return transform(lease.path)
+        except BaseException:
+            lease.close()
+            raise
+
     def _name(self, current: StreamPass, place: int) -> str:
         return volume_path.join(self.path, self._files.name(int(current.indices[place])))
-
-
-def _transformed(lease: Lease, transform: Callable[[str], _T]) -> _T:
-    try:
-        return transform(lease.path)
-    except BaseException:
-        lease.close()
-        raise
 
 
 def _add_note(error: Exception, note: str) -> None:

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from air_lightning.errors import EmptyVolumeError, InvalidArgumentError
+from air_lightning.errors import EmptyVolumeError, InvalidArgumentError, StorageError
 from air_lightning.volumes import path as volume_path
 from air_lightning.volumes.base import UNKNOWN_SIZE, FileInfo, Listing, Storage
 from air_lightning.volumes.transfer import vanished
@@ -71,7 +71,7 @@ class FileList:
 
         Raises:
             FileVanishedError: The file is gone.
-            StorageError: It cannot be asked for, retries included.
+            StorageError: It cannot be asked for, retries included, or its store tells no size.
         """
         info = self[index]
         if info.size != UNKNOWN_SIZE:
@@ -80,6 +80,12 @@ class FileList:
             found = storage.stat(info.name)
         except FileNotFoundError as error:
             raise vanished(volume_path.join(storage.root, info.name)) from error
+        if found.size == UNKNOWN_SIZE:
+            raise StorageError(
+                f"{volume_path.join(storage.root, info.name)} has no size: its store tells none, "
+                "and without one a file that came whole cannot be told from a part of it. Copy the "
+                "files to a volume or an object store."
+            )
         # The time first: whoever sees the size in another process must not miss it.
         self._mtimes[index] = found.mtime
         self._sizes[index] = found.size

@@ -220,6 +220,9 @@ class DataLoader(Observed, torch.utils.data.DataLoader[T_co]):
 
     def _reached_length(self, position: Position) -> bool:
         """Lightning stops at the length, and never pulls the StopIteration after it."""
+        if hasattr(self.dataset, "slice_length"):
+            # The end is known exactly; batches that were of another size before are not the length.
+            return False
         try:
             return 0 < len(self) <= position.batches
         except TypeError:
