@@ -21,10 +21,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from torch.utils.data import IterableDataset
 
 from air_lightning.data.ahead import ReadAhead
-from air_lightning.data.cache import Lease, open_cache
+from air_lightning.data.cache import is_shortage, open_cache
 from air_lightning.data.checks import check_cache_dir, check_options, check_storage_options
 from air_lightning.data.counters import FILES_SKIPPED, RETRIES, count
 from air_lightning.data.layers import Layer
+from air_lightning.data.leases import Lease
 from air_lightning.data.listing import compile_pattern
 from air_lightning.data.manifest import read_manifest
 from air_lightning.data.position import Order, Position, StreamPass, from_state, to_state
@@ -293,14 +294,14 @@ class UCVolumeDataset(IterableDataset[str]):
         try:
             lease = ahead.take()
         except StorageError as error:
-            if self._on_error == "raise":
+            if self._must_raise(error):
                 raise
             return self._substitute(ahead, current, transform, self._name(current, place), error)
         try:
             found = lease, _transformed(lease, transform)
         except Exception as error:
             name = self._name(current, place)
-            if self._on_error == "raise":
+            if self._must_raise(error):
                 _add_note(error, f"The file is {name}.")
                 raise
             return self._substitute(ahead, current, transform, name, error)
@@ -322,7 +323,9 @@ class UCVolumeDataset(IterableDataset[str]):
             try:
                 lease = ahead.fetch(int(current.indices[other]))
                 found = lease, _transformed(lease, transform)
-            except Exception as also:  # noqa: BLE001 - whatever a user's decoder raises
+            except Exception as also:
+                if self._must_raise(also):
+                    raise
                 _logger.debug("Nor can %s be used: %s", self._name(current, other), also)
             else:
                 current.good = other
@@ -338,6 +341,10 @@ class UCVolumeDataset(IterableDataset[str]):
             f"{tried} other files of its stream that were tried in its place. Check the "
             "volume, and the function given to map()."
         ) from error
+
+    def _must_raise(self, error: Exception) -> bool:
+        """A full disk makes no file bad: skipping would lose good ones without a word."""
+        return self._on_error == "raise" or is_shortage(error)
 
     def _name(self, current: StreamPass, place: int) -> str:
         return volume_path.join(self.path, self._files.name(int(current.indices[place])))
