@@ -221,16 +221,31 @@ class FileCache:
             raise NoRoomError(errno.ENOSPC, "no room to read ahead", self._directory)
         with downloading(info.size):
             self.storage.download(info, part)
+        came = self._as_it_came(info)
         # Decides which file came first where the kernel's clock is too coarse to tell. In the
         # future, since a reading sets an access time that is older than the last change.
         accessed = time.time_ns() + _LATER_NS
-        os.utime(part, ns=(accessed, int(time_of(info) * 1e9)))
-        lease = Lease(self._places.publish(part, info), descriptor)
+        os.utime(part, ns=(accessed, int(time_of(came) * 1e9)))
+        lease = Lease(self._places.publish(part, came), descriptor)
         hold(descriptor, ahead=ahead)
         if os.fstat(descriptor).st_nlink:
             return lease
         lease.close()  # evicted while one lock turned into the other
         return None
+
+    def _as_it_came(self, info: FileInfo) -> FileInfo:
+        """The version that came: a newer one must not be found as the listed one later."""
+        reported = self.storage.reported.pop(info.name, None)
+        if reported is None:
+            return info
+        try:
+            found = self.storage.stat(info.name)
+        except OSError:
+            return info._replace(mtime=reported)
+        if found.size != info.size:  # changed once more since
+            return info._replace(mtime=reported)
+        # A store may tell one time in listings and another of open files, always.
+        return info._replace(mtime=found.mtime)
 
     def _read_through(self, info: FileInfo, error: OSError | None) -> Lease:
         """The file where it lies on the volume, when the disk has no room for it."""

@@ -251,6 +251,7 @@ class UCVolumeDataset(IterableDataset[str]):
             while current.delivered < len(current.indices):
                 lease, item = self._next_item(ahead, current, transform)
                 current.delivered += 1
+                self._use_up(current)
                 yield item
                 lease.close()
         finally:
@@ -258,6 +259,7 @@ class UCVolumeDataset(IterableDataset[str]):
             if lease is not None:
                 lease.close()
             ahead.close()
+        self._use_up(current)
         if self._pass is current and self._loaded is None:
             self._epoch = current.epoch + 1
             self._asked_epoch = None
@@ -271,7 +273,7 @@ class UCVolumeDataset(IterableDataset[str]):
 
     def _begin(self) -> StreamPass:
         grid = current_grid()
-        start, self._loaded = self._loaded or Position(self._epoch, 0), None
+        start = self._loaded or Position(self._epoch, 0)
         epoch, before = start.epoch, start.before
         indices = slice_indices(
             len(self._files), grid, epoch=epoch, before=before, **self._order._asdict()
@@ -285,7 +287,13 @@ class UCVolumeDataset(IterableDataset[str]):
             )
         delivered = len(indices) if start.finished else start.delivered
         self._pass = StreamPass(epoch, delivered, indices, before)
+        self._pass.loaded = self._loaded
         return self._pass
+
+    def _use_up(self, current: StreamPass) -> None:
+        """A loaded position is the next pass's until a pass that began there delivered a file."""
+        if self._loaded is current.loaded:
+            self._loaded = None
 
     def _next_item(
         self, ahead: ReadAhead, current: StreamPass, transform: Callable[[str], _T]

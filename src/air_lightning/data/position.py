@@ -46,6 +46,7 @@ class StreamPass:
     Attributes:
         before: What other grids delivered of the epoch, before this one.
         good: The place of the file that was delivered last, None before the first one.
+        loaded: The position that was loaded for it, None where none was.
     """
 
     def __init__(
@@ -57,6 +58,7 @@ class StreamPass:
         self.before = before
         self.ended = False
         self.good: int | None = None
+        self.loaded: Position | None = None
 
 
 def to_state(
