@@ -37,7 +37,7 @@ STALL_S = 300.0
 """Seconds without a byte after which a download counts as failed."""
 
 _LOOK_S = 5.0  # between two looks at a download that is waited for
-_SHARE = 4  # of the descriptors that a process may have, one in so many is for files ahead
+_SHARE = 4  # of the files that a process may still open, one in so many is for what is ahead
 
 
 class _File:
@@ -52,7 +52,8 @@ class _File:
         self.task: Task | None = None
 
     def fell_short(self) -> bool:
-        return self.task is not None and self.task.fell_short()
+        """Whether it is put off: it found no room, or gave up its own."""
+        return self.lease is None and (self.task is None or self.task.fell_short())
 
 
 class ReadAhead:
@@ -83,7 +84,8 @@ class ReadAhead:
         self._files = files
         self._indices = iter(indices)
         self._next: int | None = None
-        self._depth = min(depth, _most_ahead())
+        may_open = _may_open()
+        self._depth = min(depth, may_open // _SHARE)
         self._stall_s = stall_s
         self._ahead: deque[_File] = deque()
         self._started = 0
@@ -93,9 +95,9 @@ class ReadAhead:
         self._pool = Pool(self._depth, self._budget, self._turn)
         if self._depth < depth:
             cache.tell(
-                "Reading ahead %d files instead of %d, a quarter of the %d files that this process "
-                "may have open. Raise the limit (ulimit -n) for more.",
-                *(self._depth, depth, _SHARE * self._depth),
+                "Reading ahead %d files instead of %d: this process may open %d more files, and a "
+                "quarter is taken for what is ahead. Raise the limit (ulimit -n) for more.",
+                *(self._depth, depth, may_open),
             )
 
     def __del__(self) -> None:
@@ -236,7 +238,29 @@ class ReadAhead:
             if lease.use():
                 return lease
             lease.close()
-        return self.fetch(file.index)
+        return self._fetch_at_once(file.index)
+
+    def _fetch_at_once(self, index: int) -> Lease:
+        try:
+            return self.fetch(index)
+        except OSError as error:
+            if not is_shortage(error) or not self._ahead:
+                raise
+        self._give_up()
+        return self.fetch(index)
+
+    def _give_up(self) -> None:
+        """Let go of all that is ahead: of its descriptors, and of what is half downloaded."""
+        futures = []
+        for file in self._ahead:
+            if file.lease is not None:
+                file.lease.close()
+            if file.task is not None:
+                file.task.abandon()
+                futures.append(file.task.future)
+            file.lease = file.task = None
+        self._put_off = True
+        wait(futures, _LOOK_S)
 
     def _result(self, index: int, task: Task) -> Lease:
         """Wait for a download for as long as it makes progress."""
@@ -256,7 +280,12 @@ class ReadAhead:
             raise
 
 
-def _most_ahead() -> int:
-    """How many descriptors files that are ahead may take."""
+def _may_open() -> int:
+    """How many more files this process may open."""
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    return MAX_DEPTH if limit == resource.RLIM_INFINITY else limit // _SHARE
+    if limit == resource.RLIM_INFINITY:
+        return _SHARE * MAX_DEPTH
+    try:
+        return max(0, limit - len(os.listdir("/proc/self/fd")))
+    except OSError:
+        return limit

@@ -42,6 +42,7 @@ _SHORTAGES = (*FULL_DISK, errno.EMFILE, errno.ENFILE)
 _LATER_NS = 1_000_000_000
 _WAIT_S = 60.0  # for other downloads to end and leave room
 _POLL_S = 0.05
+_ROUNDED_S = 1.0  # stores tell full seconds in some answers, fractions in others
 
 
 class NoRoomError(OSError):
@@ -236,7 +237,7 @@ class FileCache:
     def _as_it_came(self, info: FileInfo) -> FileInfo:
         """The version that came: a newer one must not be found as the listed one later."""
         reported = self.storage.reported.pop(info.name, None)
-        if reported is None:
+        if reported is None or not time_of(info):  # without a time versions cannot be told apart
             return info
         try:
             found = self.storage.stat(info.name)
@@ -244,8 +245,9 @@ class FileCache:
             return info._replace(mtime=reported)
         if found.size != info.size:  # changed once more since
             return info._replace(mtime=reported)
-        # A store may tell one time in listings and another of open files, always.
-        return info._replace(mtime=found.mtime)
+        # A store may always tell one time in listings and another of open files, and stores round.
+        newer = abs(found.mtime - info.mtime) >= _ROUNDED_S
+        return info._replace(mtime=found.mtime) if newer else info
 
     def _read_through(self, info: FileInfo, error: OSError | None) -> Lease:
         """The file where it lies on the volume, when the disk has no room for it."""
