@@ -209,6 +209,53 @@ def test_a_download_that_stands_still_is_an_error_at_its_own_file(volume, tmp_pa
     ahead.close()
 
 
+class RereadingStorage:
+    """A storage that has all of a file's bytes written, and writes them once more, slowly."""
+
+    def __init__(self, storage) -> None:
+        self._storage = storage
+
+    def __getattr__(self, name):
+        return getattr(self._storage, name)
+
+    def download(self, info, destination):
+        size = self._storage.download(info, destination)
+        with open(destination, "r+b", buffering=0) as file:
+            for _ in range(25):
+                time.sleep(0.04)
+                file.write(file.read(1))
+                file.seek(0)
+        return size
+
+
+def test_bytes_that_are_read_once_more_are_no_standstill(volume, tmp_path):
+    """They lie where bytes lay already, and still they came."""
+    volume.write(1)
+    storage = RereadingStorage(open_storage(volume.path))
+    (tmp_path / "cache").mkdir()
+    cache = FileCache(storage, str(tmp_path / "cache"), 0)
+    ahead = ReadAhead(cache, take_listing(storage, None), range(1), depth=1, stall_s=0.3)
+    ahead.take().close()
+    ahead.close()
+
+
+def test_a_pass_whose_downloads_hang_is_closed_once(volume, tmp_path):
+    """The threads are waited for by the first close() only, not again by the iterator's end."""
+    names = volume.write(2)
+    go_on = threading.Event()
+    storage = StuckStorage(open_storage(volume.path), names[1], go_on)
+    (tmp_path / "cache").mkdir()
+    cache = FileCache(storage, str(tmp_path / "cache"), 0)
+    ahead = ReadAhead(cache, take_listing(storage, None), range(2), depth=1)
+    ahead.take().close()
+    ahead.close()
+    closed = time.monotonic()
+    ahead.close()
+    del ahead
+    assert time.monotonic() - closed < 1
+    go_on.set()
+
+
 def test_a_pass_that_was_begun_and_dropped_leaves_no_thread(volume, tmp_path):
     """iter() starts to download; the leak police sees that this ends with the iterator."""
     from air_lightning import UCVolumeDataset
