@@ -1,5 +1,6 @@
 """Where cached files lie: beside what is in use, never instead of it, and found again."""
 
+import errno
 import math
 import os
 from pathlib import Path
@@ -158,6 +159,23 @@ def test_what_is_read_ahead_goes_only_for_what_is_needed_at_once(volume, cache, 
     assert [lease.use() for lease in leases] == [False, True, False, False]
     for lease in leases:
         lease.close()
+    assert evict(directory) == 1
+
+
+def test_a_kernel_without_the_weaker_lock_holds_what_is_ahead(
+    volume, cache, directory, monkeypatch
+):
+    """Nothing is lost there but the room that a file needed at once would take."""
+    from air_lightning.data import leases
+
+    def refuse(*arguments):
+        raise OSError(errno.EINVAL, "Invalid argument")
+
+    monkeypatch.setattr(leases.fcntl, "fcntl", refuse)
+    lease = cache.fetch(put(volume, "x", b"x", 1_600_000_000), ahead=True)
+    assert evict(directory) == 0
+    assert lease.use()
+    lease.close()
     assert evict(directory) == 1
 
 

@@ -126,7 +126,8 @@ class ReadAhead:
         try:
             lease = self._lease(file)
         finally:
-            self._budget.leave(file.number)
+            if file.task is not None:
+                self._budget.leave(file.number)
         if short:  # only now: what is further ahead would have taken its room
             self._fill(self._depth)
         return lease
@@ -258,6 +259,7 @@ class ReadAhead:
             if file.task is not None:
                 file.task.abandon()
                 futures.append(file.task.future)
+                self._budget.leave(file.number)
             file.lease = file.task = None
         self._put_off = True
         wait(futures, _LOOK_S)

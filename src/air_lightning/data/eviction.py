@@ -48,8 +48,8 @@ class Evictor:
         self.min_free_bytes = _min_free(directory, min_free_bytes)
         self._candidates: deque[str] = deque()
         # Made while there is an inode for it.
-        with contextlib.suppress(OSError), self._alone():
-            pass
+        with contextlib.suppress(OSError):
+            os.close(self._open_lock())
 
     def could_hold(self, size: int) -> bool:
         """Whether the disk would have room for ``size`` bytes if nothing else was on it."""
@@ -99,9 +99,7 @@ class Evictor:
     def _alone(self) -> Iterator[None]:
         """One evictor at a time on the node: otherwise each would free what all of them want."""
         try:
-            descriptor = os.open(
-                f"{self._directory}/{_LOCK}", os.O_RDONLY | os.O_CREAT | os.O_CLOEXEC, 0o644
-            )
+            descriptor = self._open_lock()
         except OSError as error:
             # Without a lock too much may go, without an eviction nothing comes any more.
             if not isinstance(error, PermissionError) and error.errno not in FULL_DISK:
@@ -115,6 +113,9 @@ class Evictor:
             # Explicitly: a child forked in the meantime would keep the lock with its descriptor.
             fcntl.flock(descriptor, fcntl.LOCK_UN)
             os.close(descriptor)
+
+    def _open_lock(self) -> int:
+        return os.open(f"{self._directory}/{_LOCK}", os.O_RDONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
 
     def _evict_next(self, ahead: bool) -> int | None:
         """Evict one file; returns its bytes, or None where nothing is left that may go."""

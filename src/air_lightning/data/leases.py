@@ -6,7 +6,8 @@ Two kinds, each shared by any number of processes::
     read ahead  a lock of the open file (OFD) it goes only for a file that is needed at once
 
 The second is what keeps a disk from being filled for good by files that others need later: before
-such a file is used, its lease is turned into the first kind, if the file is still there.
+such a file is used, its lease is turned into the first kind, if the file is still there. Where a
+kernel does not know it, what is read ahead is held like what is in use.
 """
 
 import fcntl
@@ -94,17 +95,17 @@ def time_of(info: FileInfo) -> float:
 
 def hold(descriptor: int, *, ahead: bool) -> None:
     """Take a lease's lock; one that is held exclusively already turns into it."""
-    if not ahead:
-        fcntl.flock(descriptor, fcntl.LOCK_SH)
-        return
     # Set before the other one goes: in between the file would be anybody's.
-    fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, _READ)
-    fcntl.flock(descriptor, fcntl.LOCK_UN)
+    weaker = ahead and _set(descriptor, _READ)
+    fcntl.flock(descriptor, fcntl.LOCK_UN if weaker else fcntl.LOCK_SH)
 
 
 def is_ahead(descriptor: int) -> bool:
     """Whether another one has read the file ahead."""
-    found = fcntl.fcntl(descriptor, fcntl.F_OFD_GETLK, _WRITE)
+    try:
+        found = fcntl.fcntl(descriptor, fcntl.F_OFD_GETLK, _WRITE)
+    except OSError:
+        return False
     return bool(_FLOCK.unpack(found)[0] != fcntl.F_UNLCK)
 
 
@@ -124,5 +125,14 @@ def release(descriptor: int, pid: int) -> None:
     """
     if os.getpid() == pid:
         fcntl.flock(descriptor, fcntl.LOCK_UN)
-        fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, _NONE)
+        _set(descriptor, _NONE)
     os.close(descriptor)
+
+
+def _set(descriptor: int, lock: bytes) -> bool:
+    """Set or drop the weaker lock; False where there is none such."""
+    try:
+        fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, lock)
+    except OSError:
+        return False
+    return True
