@@ -21,11 +21,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from torch.utils.data import IterableDataset
 
 from air_lightning.data.ahead import ReadAhead
-from air_lightning.data.cache import Lease, open_cache
+from air_lightning.data.cache import is_shortage, open_cache
 from air_lightning.data.checks import check_cache_dir, check_options, check_storage_options
 from air_lightning.data.counters import FILES_SKIPPED, RETRIES, count
 from air_lightning.data.generators import without_trace
 from air_lightning.data.layers import Layer
+from air_lightning.data.leases import Lease
 from air_lightning.data.listing import compile_pattern
 from air_lightning.data.manifest import read_manifest
 from air_lightning.data.position import Order, Position, StreamPass, from_state, to_state
@@ -252,6 +253,7 @@ class UCVolumeDataset(IterableDataset[str]):
             while current.delivered < len(current.indices):
                 lease, item = self._next_item(ahead, current, transform)
                 current.delivered += 1
+                self._use_up(current)
                 yield item
                 lease.close()
         finally:
@@ -259,6 +261,7 @@ class UCVolumeDataset(IterableDataset[str]):
             if lease is not None:
                 lease.close()
             ahead.close()
+        self._use_up(current)
         if self._pass is current and self._loaded is None:
             self._epoch = current.epoch + 1
             self._asked_epoch = None
@@ -272,7 +275,7 @@ class UCVolumeDataset(IterableDataset[str]):
 
     def _begin(self) -> StreamPass:
         grid = current_grid()
-        start, self._loaded = self._loaded or Position(self._epoch, 0), None
+        start = self._loaded or Position(self._epoch, 0)
         epoch, before = start.epoch, start.before
         indices = slice_indices(
             len(self._files), grid, epoch=epoch, before=before, **self._order._asdict()
@@ -286,7 +289,13 @@ class UCVolumeDataset(IterableDataset[str]):
             )
         delivered = len(indices) if start.finished else start.delivered
         self._pass = StreamPass(epoch, delivered, indices, before, start.good)
+        self._pass.loaded = self._loaded
         return self._pass
+
+    def _use_up(self, current: StreamPass) -> None:
+        """A loaded position is the next pass's until a pass that began there delivered a file."""
+        if self._loaded is current.loaded:
+            self._loaded = None
 
     def _next_item(
         self, ahead: ReadAhead, current: StreamPass, transform: Callable[[str], _T]
@@ -295,14 +304,14 @@ class UCVolumeDataset(IterableDataset[str]):
         try:
             lease = ahead.take()
         except StorageError as error:
-            if self._on_error == "raise":
+            if self._must_raise(error):
                 raise
             return self._substitute(ahead, current, transform, self._name(current, place), error)
         try:
             found = lease, self._transformed(lease, transform)
         except Exception as error:
             name = self._name(current, place)
-            if self._on_error == "raise":
+            if self._must_raise(error):
                 _add_note(error, f"The file is {name}.")
                 raise
             return self._substitute(ahead, current, transform, name, error)
@@ -324,7 +333,9 @@ class UCVolumeDataset(IterableDataset[str]):
             try:
                 lease = ahead.fetch(int(current.indices[other]))
                 found = lease, self._transformed(lease, transform)
-            except Exception as also:  # noqa: BLE001 - whatever a user's decoder raises
+            except Exception as also:
+                if self._must_raise(also):
+                    raise
                 _logger.debug("Nor can %s be used: %s", self._name(current, other), also)
             else:
                 current.good = other
@@ -350,6 +361,10 @@ class UCVolumeDataset(IterableDataset[str]):
         except BaseException:
             lease.close()
             raise
+
+    def _must_raise(self, error: Exception) -> bool:
+        """A full disk makes no file bad: skipping would lose good ones without a word."""
+        return self._on_error == "raise" or is_shortage(error)
 
     def _name(self, current: StreamPass, place: int) -> str:
         return volume_path.join(self.path, self._files.name(int(current.indices[place])))

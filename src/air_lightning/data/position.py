@@ -48,6 +48,7 @@ class StreamPass:
     Attributes:
         before: What other grids delivered of the epoch, before this one.
         good: The place of the file that was delivered last, None before the first one.
+        loaded: The position that was loaded for it, None where none was.
     """
 
     def __init__(
@@ -64,6 +65,7 @@ class StreamPass:
         self.before = before
         self.ended = False
         self.good = good
+        self.loaded: Position | None = None
 
 
 def to_state(

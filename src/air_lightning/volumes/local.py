@@ -50,6 +50,7 @@ class LocalStorage:
         self._retry = retry or Retry()
         self._guard = MountGuard(directory)
         self._times_differ = False
+        self.reported: dict[str, float] = {}
 
     def list_files(self, *, sizes: bool = False) -> Listing:
         """See :class:`~air_lightning.volumes.base.Storage`."""
@@ -111,8 +112,11 @@ class LocalStorage:
 
     def download(self, info: FileInfo, destination: str) -> int:
         """See :class:`~air_lightning.volumes.base.Storage`."""
-        source = _Source(self, info.name)
-        return Download(source, info, destination, self._retry).run()
+        download = Download(_Source(self, info.name), info, destination, self._retry)
+        size = download.run()
+        if download.mtime != info.mtime:
+            self.reported[info.name] = download.mtime
+        return size
 
     @contextlib.contextmanager
     def open_write(self, name: str) -> Iterator[BinaryIO]:

@@ -60,6 +60,7 @@ class FsspecStorage:
         self._in_bucket = root.partition("://")[0] in _BUCKETS
         self._has_ranges = True
         self._times_differ = False
+        self.reported: dict[str, float] = {}
         self._base = self._fs._strip_protocol(root).rstrip("/")
 
     @property
@@ -143,11 +144,15 @@ class FsspecStorage:
     def download(self, info: FileInfo, destination: str) -> int:
         """See :class:`~air_lightning.volumes.base.Storage`."""
         if len(cut(info.size, _PART)) > 1 and self._has_ranges:
-            source = _Source(self, info.name)
+            download = Download(_Source(self, info.name), info, destination, self._retry)
             try:
-                return Download(source, info, destination, self._retry).run()
+                size = download.run()
             except NoRangesError:
                 self._has_ranges = False
+            else:
+                if download.mtime != info.mtime:
+                    self.reported[info.name] = download.mtime
+                return size
         return self._get_file(info, destination)
 
     @contextlib.contextmanager
