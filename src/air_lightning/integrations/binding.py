@@ -97,6 +97,7 @@ class Binding:
         self._prepared = False
         self._entrance = Entrance(self.io.timeout_s)
         self.notices = LoggerNotices(self.io)
+        self.io.at_teardown(self.notices.give_at_end)
         for lightnings in trainer.loggers:
             self.notices.defer(lightnings)
         for callback in trainer.callbacks:

@@ -81,6 +81,8 @@ class AirCheckpointIO(CheckpointIO):
         self.group: dist.ProcessGroup | None = None
         self._world: object | None = None
         self._bound = False
+        self._then: Callable[[], None] | None = None
+        self._clones: dict[str, bool] = {}
 
     @property
     def stats(self) -> list[Any]:
@@ -312,7 +314,12 @@ class AirCheckpointIO(CheckpointIO):
         """
         source = volume_path.normalize(path, allow_local=True)
         target = volume_path.normalize(name, allow_local=True)
-        if volume_path.parent(source) != volume_path.parent(target) or not can_clone(target):
+        parent = volume_path.parent(target)
+        if volume_path.parent(source) != parent or target.startswith("/Volumes/"):
+            return False  # a volume has no links, and is not asked for them
+        if parent not in self._clones:
+            self._clones[parent] = can_clone(target)
+        if not self._clones[parent]:
             return False
 
         def make() -> None:
@@ -354,6 +361,12 @@ class AirCheckpointIO(CheckpointIO):
         """Wait for the save in flight, bounded; its error stays for ``wait`` and masks no other."""
         if self._saver is not None:
             self._saver.settle()
+        if self._then is not None:
+            self._then()
+
+    def at_teardown(self, action: Callable[[], None]) -> None:
+        """Run something, instead of what was given before, once the last save has settled."""
+        self._then = action
 
     def _resolve(self, path: PathLike) -> str:
         target = volume_path.normalize(path, allow_local=True)
