@@ -1,6 +1,7 @@
 """A Trainer's run goes on on another grid of ranks and workers, with what is left of the epoch."""
 
 import json
+import math
 import shutil
 from collections import Counter
 from dataclasses import replace
@@ -170,3 +171,14 @@ def test_accumulated_gradients_and_a_limit(run: Run) -> None:
         ["trained", 1, 6],
         ["trained", 2, 9],
     ]
+
+
+@pytest.mark.parametrize(("before", "after"), [("2x2", "1x2"), ("1x2", "2x1"), ("2x1", "4x1")])
+def test_tensor_parallel_ranks_count_once(run: Run, before: str, after: str) -> None:
+    """What matters is how many shares of the data there are, not how many ranks read each."""
+    ranks = {grid: math.prod(map(int, grid.split("x"))) for grid in (before, after)}
+    trained = []
+    for grid, kill_at in [(before, 5), (after, None)]:
+        there = replace(run, strategy=grid, world_size=ranks[grid], kill_at=kill_at)
+        trained += [line for line in attempt(there) if line["rank"] in there.readers]
+    assert trained_on(trained) == {0: EACH_ONCE, 1: EACH_ONCE}

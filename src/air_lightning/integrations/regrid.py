@@ -136,7 +136,7 @@ def recount(trainer: Any, loaders: Sequence[Any], then: Then) -> bool:
         return then.epoch_done
     done = epoch.length if then.epoch_done else epoch.done(progress, trainer.limit_train_batches)
     if done >= epoch.length and not then.epoch_done:
-        _end_at_last_batch(progress)
+        _end_at_last_batch(trainer.fit_loop.epoch_loop)
     _shift(trainer, done - progress.current.processed)
     # Batches of the validation that was under way on another grid: it begins anew.
     trainer.fit_loop.epoch_loop.val_loop.batch_progress.current.reset()
@@ -156,9 +156,12 @@ def _shift(trainer: Any, batches: int) -> None:
         loop._batches_that_stepped += (then % every == 0) - (current.ready % every == 0)
 
 
-def _end_at_last_batch(progress: Any) -> None:
+def _end_at_last_batch(epoch_loop: Any) -> None:
     """Let it look like a save at an epoch's last batch, which Lightning takes for over."""
+    progress = epoch_loop.batch_progress
     progress.is_last_batch = True
+    # Done by Lightning within the last batch, before the save that this looks like.
+    epoch_loop.update_lr_schedulers("epoch", update_plateau_schedulers=False)
     for counts in (progress.total, progress.current):
         counts.ready = counts.started = counts.processed
         counts.completed = counts.processed - 1
