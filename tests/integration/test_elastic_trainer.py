@@ -2,7 +2,9 @@
 
 import json
 import math
+import random
 import shutil
+import zlib
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -22,10 +24,16 @@ FILES = 44
 
 
 class Hooks(Callback):
-    """Writes down, on rank 0, what Lightning counts at the end of each epoch."""
+    """Writes down what Lightning counts at an epoch's end, and a generator at each batch."""
 
     def __init__(self, run: Run) -> None:
         self.run = run
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        state = zlib.crc32(repr(random.getstate()).encode())
+        line = [trainer.global_rank, trainer.fit_loop.epoch_loop.total_batch_idx, state]
+        with open(f"{self.run.directory}/generators.jsonl", "a") as generators:
+            generators.write(json.dumps(line) + "\n")
 
     def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
         batches = trainer.fit_loop.epoch_loop.batch_progress.current.completed
@@ -87,10 +95,14 @@ def trained_on(lines: list[dict[str, Any]]) -> dict[int, Counter[str]]:
     return files
 
 
-def epochs(run: Run) -> list[list[Any]]:
+def written(run: Run, name: str) -> list[list[Any]]:
     """What ``Hooks`` wrote."""
-    lines = Path(f"{run.directory}/epochs.jsonl").read_text().splitlines()
-    return [json.loads(line) for line in lines]
+    return [json.loads(line) for line in Path(f"{run.directory}/{name}").read_text().splitlines()]
+
+
+def epochs(run: Run) -> list[list[Any]]:
+    """What Lightning counted at each epoch's end."""
+    return written(run, "epochs.jsonl")
 
 
 EACH_ONCE = Counter({f"{number:03d}.txt": 1 for number in range(FILES)})
@@ -147,6 +159,19 @@ def test_an_ended_epoch_is_followed_by_the_next_on_another_grid(
     trained += attempt(replace(run, world_size=2, trainer=((limit, two),)))
     assert trained_on(trained) == {0: EACH_ONCE, 1: EACH_ONCE}
     assert epochs(run)[1::2] == [["trained", 0, 22, 22], ["trained", 1, 33, 11]]
+
+
+def test_generators_go_on_where_they_were(run: Run) -> None:
+    """A rank that was there draws what would have come next; another begins at the seed's start."""
+    for world_size, kill_at in [(2, 5), (1, 9), (2, 11)]:
+        attempt(replace(run, world_size=world_size, kill_at=kill_at))
+    states: dict[tuple[int, int], set[int]] = {}
+    for rank, batch, state in written(run, "generators.jsonl"):
+        states.setdefault((rank, batch), set()).add(state)
+    first = [states[0, batch] for batch in range(11)]
+    assert all(len(state) == 1 for state in first)
+    assert len(set.union(*first)) == 11
+    assert states[1, 8] == states[1, 0]
 
 
 def test_other_workers_need_no_other_ranks(run: Run) -> None:

@@ -217,8 +217,9 @@ class Binding:
     ) -> list[Any]:
         told = self.weights_only if weights_only is None else weights_only
         target, _ = self.io.locate(checkpoint_path)
+        # Many small reads from as many files: what they cost is the wait for each.
         reader = UCVolumeReader(
-            target, verify=self.io.verify, storage_options=self.io.storage_options
+            target, verify=self.io.verify, storage_options=self.io.storage_options, thread_count=16
         )
         return read_rank_blobs(reader, ranks, weights_only=told)
 
