@@ -1,10 +1,14 @@
 """Lightning's counters and hooks when an epoch goes on with another number of workers."""
 
+import contextlib
+import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch.optim.lr_scheduler import LRScheduler
@@ -42,6 +46,9 @@ class Observer(Callback):
         self.path, self.hook, self.step = path, hook, step
         self.batches: list[tuple[int, int, list[str]]] = []
         self.hooks: list[tuple[str, int]] = []
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        self.stop(trainer, "on_train_batch_start")
 
     def on_train_batch_end(self, trainer: Any, module: Any, out: Any, batch: Any, idx: int) -> None:
         batch = batch["a"] if isinstance(batch, dict) else batch
@@ -103,11 +110,8 @@ def fit(observer: Observer, data: Any, resume: str | None = None, **options: Any
         **{"max_epochs": 2, **options},
     )
     model = OfTwo() if isinstance(data, Pair) else Model()
-    if observer.step is None:
+    with contextlib.suppress(Stopped):
         trainer.fit(model, datamodule=data, ckpt_path=resume)
-    else:
-        with pytest.raises(Stopped):
-            trainer.fit(model, datamodule=data, ckpt_path=resume)
     return trainer
 
 
@@ -136,6 +140,46 @@ def test_as_many_batches_left_as_an_epoch_has(numbers: str, tmp_path: Path) -> N
         ("ended", 1),
     ]
     assert trainer.global_step == 33
+
+
+@pytest.mark.slow
+@settings(
+    max_examples=8,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+@given(
+    grids=st.lists(st.tuples(st.integers(0, 3), st.integers(1, 5)), min_size=1, max_size=4),
+    last=st.integers(0, 3),
+    batch_size=st.integers(1, 4),
+    hook=st.sampled_from(["on_train_batch_start", "on_train_batch_end"]),
+)
+@example([(0, 1), (0, 4), (0, 4), (0, 4)], 0, 3, "on_train_batch_end")
+@example([(0, 3), (0, 4), (0, 4), (0, 3)], 0, 4, "on_train_batch_end")  # saved at the last batch
+def test_any_grids_in_an_epoch(
+    numbers: str,
+    tmp_path: Path,
+    grids: list[tuple[int, int]],
+    last: int,
+    batch_size: int,
+    hook: str,
+) -> None:
+    """(workers, batches) one after another: each file once, and the last batch_idx is the last."""
+    known: Counter[str] = Counter()
+    step, path = 0, None
+    for number, (workers, batches) in enumerate([*grids, (last, FILES)]):
+        step += batches
+        observer = Observer(f"{tmp_path}/{number}-{time.monotonic_ns()}", hook, step)
+        data = files(numbers, workers, batch_size=batch_size)
+        trainer = fit(observer, data, path, max_epochs=1)
+        known += sum(observer.files.values(), Counter())
+        indices = [idx for _, idx, _ in observer.batches]
+        length = len(trainer.train_dataloader)
+        if ("ended", 0) in observer.hooks or length - 1 in indices:
+            break
+        path = observer.path
+    assert known == EACH_ONCE
+    assert indices == list(range(length))[-len(indices) :]
 
 
 def test_a_limit_ends_an_epoch_that_another_grid_began(numbers: str, tmp_path: Path) -> None:

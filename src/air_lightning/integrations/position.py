@@ -12,11 +12,11 @@ batch that was not trained on. Here every rank keeps its own, in one blob of the
                                     creating iterators draws from torch's generator
 """
 
-import logging
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from lightning.pytorch.loops.loop import _Loop
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from air_lightning.checkpoint.rng import capture_rng_state, restore_rng_state
 from air_lightning.data.loader import DataLoader
@@ -24,8 +24,6 @@ from air_lightning.errors import NotCheckpointableError, StateError
 from air_lightning.integrations import regrid
 
 BLOB_VERSION = 1
-
-logger = logging.getLogger("air_lightning")
 
 
 def position(trainer: Any, rng: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -182,14 +180,11 @@ class Restorer:
                 loader.set_epoch(epoch)
 
     def _tell_of_other_ranks(self, origin: Origin) -> None:
-        if self._trainer.is_global_zero:
-            logger.info(
-                "The checkpoint was taken with %d ranks, and this run has %d. Random generators "
-                "go on on ranks that were there; those of others are as this start seeded them. "
-                "Validation loaders begin anew.",
-                origin.world_size,
-                self._trainer.world_size,
-            )
+        rank_zero_info(
+            f"The checkpoint was taken with {origin.world_size} ranks, and this run has "
+            f"{self._trainer.world_size}. Random generators go on on ranks that were there; those "
+            "of others are as this start seeded them. Validation loaders begin anew."
+        )
 
     def _load_loaders(self) -> None:
         blob, self._loaders_due = self._loaders_due, None

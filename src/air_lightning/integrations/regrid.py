@@ -41,9 +41,10 @@ class Then(NamedTuple):
 
 def is_elsewhere(loader: Any, state: Any) -> bool:
     """Whether a state is of another grid than its loader, one that shares out what is left."""
-    if not isinstance(loader, DataLoader) or not loader.elastic or state is None:
+    if not (isinstance(loader, DataLoader) and loader.elastic and isinstance(state, Mapping)):
         return False
-    return _grid(state) != (data_rank()[1], loader.num_workers)
+    grid = state.get("world_size"), state.get("num_workers")
+    return grid != (data_rank()[1], loader.num_workers)
 
 
 def read_states(
@@ -107,10 +108,6 @@ def _remedy(loader: Any) -> str:
 def _words(ranks: int, state: Any) -> str:
     workers = state.get("num_workers") if isinstance(state, Mapping) else None
     return f"{ranks} ranks" if workers is None else f"{ranks} ranks (num_workers={workers})"
-
-
-def _grid(state: Mapping[str, Any]) -> tuple[Any, Any]:
-    return state.get("world_size"), state.get("num_workers")
 
 
 def _one_of_each_share(states: Iterable[Any]) -> list[Any]:
