@@ -3,7 +3,7 @@
 The promises are those of state.py; ``places.py`` describes the blob.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -93,6 +93,22 @@ def read_checkpoint(
             if path[0] in checkpoint:
                 put(checkpoint, path, scalar.clone())
     return checkpoint, blobs[rank_key(rank)]
+
+
+def read_rank_blobs(
+    reader: StorageReader, ranks: Iterable[int], *, weights_only: bool | None
+) -> list[Any]:
+    """Read what these ranks alone saved, by this process alone; None for a rank without a blob.
+
+    Args:
+        reader: Of the checkpoint's directory.
+        ranks: Whose blobs are wanted.
+        weights_only: As of ``torch.load``; None means True.
+    """
+    blobs: dict[str, Any] = {rank_key(rank): None for rank in ranks}
+    planner = LoadPlanner(weights_only=weights_only, allow_partial_load=True)
+    load(blobs, reader, planner, process_group=None, no_dist=True)
+    return list(blobs.values())
 
 
 def _checked_trainer(content: Any, where: str) -> dict[str, Any]:

@@ -14,7 +14,7 @@ Each call of the host takes these steps, on every rank::
 """
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -31,6 +31,8 @@ from lightning.pytorch.strategies import (
 )
 from lightning.pytorch.trainer.states import TrainerStatus
 
+from air_lightning.checkpoint.dcp import UCVolumeReader
+from air_lightning.checkpoint.restore import read_rank_blobs
 from air_lightning.checkpoint.together import together
 from air_lightning.errors import (
     AirError,
@@ -91,7 +93,7 @@ class Binding:
         self.io: AirCheckpointIO = strategy.checkpoint_io
         self._trainer: Any = trainer
         self._strategy = strategy
-        self._restorer = Restorer(trainer)
+        self._restorer = Restorer(trainer, self._agree)
         self._load_lightnings = strategy.load_checkpoint
         self._is_restored = False
         self._prepared = False
@@ -112,6 +114,10 @@ class Binding:
         strategy.load_checkpoint = self.load_checkpoint
         strategy.load_model_state_dict = self.load_model_state_dict
         strategy.load_optimizer_state_dict = self.load_optimizer_state_dict
+
+    def go_on_elsewhere(self) -> None:
+        """Let every train loader of ours go on on another grid, whatever it was told itself."""
+        self._restorer.elastic = True
 
     def restore_validation(self) -> None:
         """Put the validation loaders where they were, once they are there."""
@@ -200,8 +206,23 @@ class Binding:
         else:
             checkpoint, blob = self.io.load_on_this_rank(checkpoint_path, weights_only=weights_only)
         if self._trainer.state.fn == "fit":
-            self._restorer.arm(blob, self._strategy.broadcast(Origin.of(blob)))
+
+            def read_blobs(ranks: Iterable[int]) -> list[Any]:
+                return self._read_blobs(checkpoint_path, ranks, weights_only)
+
+            self._restorer.arm(blob, self._strategy.broadcast(Origin.of(blob)), read_blobs)
         return checkpoint
+
+    def _read_blobs(
+        self, checkpoint_path: Any, ranks: Iterable[int], weights_only: bool | None
+    ) -> list[Any]:
+        told = self.weights_only if weights_only is None else weights_only
+        target, _ = self.io.locate(checkpoint_path)
+        # Many small reads from as many files: what they cost is the wait for each.
+        reader = UCVolumeReader(
+            target, verify=self.io.verify, storage_options=self.io.storage_options, thread_count=16
+        )
+        return read_rank_blobs(reader, ranks, weights_only=told)
 
     def _load_shards(
         self, checkpoint_path: Any, weights_only: bool | None
