@@ -25,15 +25,7 @@ from integration.test_wiring import Samples, fit, saving, trainer_with
 from integration.training import Data, Model, Run, Validated, train
 from ranks import KILLED, run_ranks
 
-pytestmark = [pytest.mark.timeout(180)]
-
-
-@pytest.fixture(autouse=True)
-def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lightning's default directories are below the working directory."""
-    directory = tmp_path / "cwd"
-    directory.mkdir()
-    monkeypatch.chdir(directory)
+pytestmark = [pytest.mark.timeout(180), pytest.mark.usefixtures("elsewhere")]
 
 
 @pytest.fixture

@@ -15,16 +15,8 @@ from air_lightning import AirCheckpointIO, SaveFailedError, find_latest_valid, l
 from integration.test_wiring import fit, saving, trainer_with
 from ranks import run_ranks
 
-pytestmark = [pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.timeout(180), pytest.mark.usefixtures("elsewhere")]
 sys.path.insert(0, str(Path(__file__).parents[1] / "fuse"))
-
-
-@pytest.fixture(autouse=True)
-def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lightning's default directories are below the working directory."""
-    directory = tmp_path / "cwd"
-    directory.mkdir()
-    monkeypatch.chdir(directory)
 
 
 def shard_of(path: str) -> os.stat_result:

@@ -35,15 +35,7 @@ from conftest import Volume
 from integration.training import Model, Run, train
 from ranks import run_ranks
 
-pytestmark = [pytest.mark.timeout(180)]
-
-
-@pytest.fixture(autouse=True)
-def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lightning's default directories are below the working directory."""
-    directory = tmp_path / "cwd"
-    directory.mkdir()
-    monkeypatch.chdir(directory)
+pytestmark = [pytest.mark.timeout(180), pytest.mark.usefixtures("elsewhere")]
 
 
 class Samples(torch.utils.data.Dataset):
