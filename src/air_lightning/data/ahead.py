@@ -41,19 +41,19 @@ _SHARE = 4  # of the files that a process may still open, one in so many is for 
 
 
 class _File:
-    """A file that is ahead: here, or on its way."""
+    """A file that is ahead: on its way, or seen in the cache and not held yet."""
 
-    __slots__ = ("index", "lease", "number", "task")
+    __slots__ = ("index", "number", "seen", "task")
 
     def __init__(self, index: int, number: int) -> None:
         self.index = index
         self.number = number
-        self.lease: Lease | None = None
+        self.seen = False
         self.task: Task | None = None
 
     def fell_short(self) -> bool:
         """Whether it is put off: it found no room, or gave up its own."""
-        return self.lease is None and (self.task is None or self.task.fell_short())
+        return not self.seen and (self.task is None or self.task.fell_short())
 
 
 class ReadAhead:
@@ -153,8 +153,6 @@ class ReadAhead:
             return  # a forked child's copy: threads, leases and locks are its parent's
         self._closed = True
         for file in self._ahead:
-            if file.lease is not None:
-                file.lease.close()
             if file.task is not None:
                 file.task.abandon()
         self._ahead.clear()
@@ -193,9 +191,10 @@ class ReadAhead:
     def _begin(self, index: int) -> _File:
         info = self._files[index]
         file = _File(index, self._started)
-        if info.size != UNKNOWN_SIZE:
-            file.lease = self._cache.find(info, ahead=True)
-        if file.lease is None:
+        # Not held: most files are here in every epoch but the first, and two locks for each cost
+        # more than fetching one again that had to go meanwhile.
+        file.seen = info.size != UNKNOWN_SIZE and self._cache.has(info)
+        if not file.seen:
             self._submit(file)
         self._started += 1
         return file
@@ -227,8 +226,12 @@ class ReadAhead:
         return False
 
     def _lease(self, file: _File) -> Lease:
-        lease = file.lease
-        if file.task is not None:
+        lease = None
+        if file.task is None:
+            lease = self._cache.find(self._files[file.index]) if file.seen else None
+            if lease is not None:
+                return lease
+        else:
             try:
                 lease = self._result(file.index, file.task)
             except OSError as error:
@@ -254,13 +257,11 @@ class ReadAhead:
         """Let go of all that is ahead: of its descriptors, and of what is half downloaded."""
         futures = []
         for file in self._ahead:
-            if file.lease is not None:
-                file.lease.close()
             if file.task is not None:
                 file.task.abandon()
                 futures.append(file.task.future)
                 self._budget.leave(file.number)
-            file.lease = file.task = None
+            file.task = None
         self._put_off = True
         wait(futures, _LOOK_S)
 

@@ -29,7 +29,7 @@ from typing import NoReturn
 
 from air_lightning.data.counters import READS_THROUGH, count, downloading
 from air_lightning.data.eviction import Evictor, free_bytes, remove_parts
-from air_lightning.data.leases import Lease, hold, is_at, lease_if_whole, release, time_of
+from air_lightning.data.leases import Lease, hold, is_at, is_whole, lease_if_whole, release, time_of
 from air_lightning.data.places import Places
 from air_lightning.data.scratch import private_directory, shared_directory
 from air_lightning.errors import FileVanishedError, StorageError
@@ -99,6 +99,10 @@ class FileCache:
         """A lease of a file that is here; ``ahead`` as of :meth:`fetch`."""
         first = lease_if_whole(self._places.first(info), info, ahead=ahead)
         return first or lease_if_whole(self._places.second(info), info, ahead=ahead)
+
+    def has(self, info: FileInfo) -> bool:
+        """Whether a file is here at this moment; nothing keeps it from going."""
+        return is_whole(self._places.first(info), info) or is_whole(self._places.second(info), info)
 
     def fetch(self, info: FileInfo, *, ahead: bool = False) -> Lease:
         """Have a file here.

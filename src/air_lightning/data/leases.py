@@ -71,10 +71,7 @@ def lease_if_whole(place: str, info: FileInfo, *, ahead: bool = False) -> Lease 
         # Waits where an evictor or a publisher is about to finish, for microseconds.
         hold(descriptor, ahead=ahead)
         status = os.fstat(descriptor)
-        same_time = abs(status.st_mtime - time_of(info)) < _SAME_TIME_S
-        # A directory of the file's name may have its size and time by chance.
-        is_file = status.st_nlink and stat.S_ISREG(status.st_mode)
-        if is_file and status.st_size == info.size and same_time:
+        if status.st_nlink and _is_version(status, info):
             count(CACHE_HITS)
             return Lease(place, descriptor)
     except BaseException:
@@ -82,6 +79,20 @@ def lease_if_whole(place: str, info: FileInfo, *, ahead: bool = False) -> Lease 
         raise
     release(descriptor, os.getpid())
     return None
+
+
+def is_whole(place: str, info: FileInfo) -> bool:
+    """Whether a cached file lies there, and is this version."""
+    try:
+        return _is_version(os.stat(place), info)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+
+
+def _is_version(status: os.stat_result, info: FileInfo) -> bool:
+    same_time = abs(status.st_mtime - time_of(info)) < _SAME_TIME_S
+    # A directory of the file's name may have its size and time by chance.
+    return status.st_size == info.size and same_time and stat.S_ISREG(status.st_mode)
 
 
 def time_of(info: FileInfo) -> float:
