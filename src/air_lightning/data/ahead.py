@@ -27,7 +27,7 @@ from air_lightning.data.listing import FileList
 from air_lightning.data.pool import Pool, Task
 from air_lightning.data.turns import current_turn
 from air_lightning.errors import AirError
-from air_lightning.volumes.base import UNKNOWN_SIZE
+from air_lightning.volumes.base import UNKNOWN_SIZE, FileInfo
 
 _logger = logging.getLogger("air_lightning")
 
@@ -48,12 +48,12 @@ class _File:
     def __init__(self, index: int, number: int) -> None:
         self.index = index
         self.number = number
-        self.seen = False
+        self.seen: FileInfo | None = None
         self.task: Task | None = None
 
     def fell_short(self) -> bool:
         """Whether it is put off: it found no room, or gave up its own."""
-        return not self.seen and (self.task is None or self.task.fell_short())
+        return self.seen is None and (self.task is None or self.task.fell_short())
 
 
 class ReadAhead:
@@ -193,8 +193,9 @@ class ReadAhead:
         file = _File(index, self._started)
         # Not held: most files are here in every epoch but the first, and two locks for each cost
         # more than fetching one again that had to go meanwhile.
-        file.seen = info.size != UNKNOWN_SIZE and self._cache.has(info)
-        if not file.seen:
+        if info.size != UNKNOWN_SIZE and self._cache.has(info):
+            file.seen = info
+        else:
             self._submit(file)
         self._started += 1
         return file
@@ -228,7 +229,7 @@ class ReadAhead:
     def _lease(self, file: _File) -> Lease:
         lease = None
         if file.task is None:
-            lease = self._cache.find(self._files[file.index]) if file.seen else None
+            lease = None if file.seen is None else self._cache.find(file.seen)
             if lease is not None:
                 return lease
         else:

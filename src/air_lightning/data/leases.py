@@ -23,7 +23,7 @@ _READ, _WRITE, _NONE = (
     _FLOCK.pack(kind, 0, 0, 0, 0) for kind in (fcntl.F_RDLCK, fcntl.F_WRLCK, fcntl.F_UNLCK)
 )
 _SAME_TIME_S = 1e-3  # a time comes back from a file system rounded to what it can store
-_TIMES = (-(1 << 31), 1 << 33)  # that every file system can store, and Python can convert
+_EARLIEST, _LATEST = -(1 << 31), 1 << 33  # that every file system can store, and Python convert
 
 
 class Lease:
@@ -90,9 +90,10 @@ def is_whole(place: str, info: FileInfo) -> bool:
 
 
 def _is_version(status: os.stat_result, info: FileInfo) -> bool:
-    same_time = abs(status.st_mtime - time_of(info)) < _SAME_TIME_S
+    if status.st_size != info.size or abs(status.st_mtime - time_of(info)) >= _SAME_TIME_S:
+        return False
     # A directory of the file's name may have its size and time by chance.
-    return status.st_size == info.size and same_time and stat.S_ISREG(status.st_mode)
+    return stat.S_ISREG(status.st_mode)
 
 
 def time_of(info: FileInfo) -> float:
@@ -101,7 +102,7 @@ def time_of(info: FileInfo) -> float:
     A store may say anything. A file system that cannot store it would give back another time, and
     the file would never be found again.
     """
-    return info.mtime if _TIMES[0] <= info.mtime < _TIMES[1] else 0.0
+    return info.mtime if _EARLIEST <= info.mtime < _LATEST else 0.0
 
 
 def hold(descriptor: int, *, ahead: bool) -> None:

@@ -47,13 +47,17 @@ class FileList:
         self._mtimes = np.frombuffer(memory, np.float64, count, offset=8 * count)
         self._sizes[:] = UNKNOWN_SIZE if sizes is None else sizes
         self._mtimes[:] = np.nan if mtimes is None else mtimes
+        # Views that give Python's own numbers: NumPy's cost more than the rest of a look-up.
+        self._spans = self._offsets.data
+        self._known = self._sizes.data, self._mtimes.data
         self.fingerprint = self._fingerprint()
 
     def __len__(self) -> int:
         return len(self._sizes)
 
     def __getitem__(self, index: int) -> FileInfo:
-        size, mtime = int(self._sizes[index]), float(self._mtimes[index])
+        sizes, mtimes = self._known
+        size, mtime = sizes[index], mtimes[index]
         if size == UNKNOWN_SIZE or mtime != mtime:  # noqa: PLR0124 - not a number: not yet written
             return FileInfo(self.name(index), UNKNOWN_SIZE, 0.0)
         return FileInfo(self.name(index), size, mtime)
@@ -63,7 +67,7 @@ class FileList:
 
     def name(self, index: int) -> str:
         """The relative path of a file."""
-        start, end = self._offsets[index], self._offsets[index + 1]
+        start, end = self._spans[index], self._spans[index + 1]
         return self._names[start:end].decode("utf-8", "surrogateescape")
 
     def complete(self, index: int, storage: Storage) -> FileInfo:
