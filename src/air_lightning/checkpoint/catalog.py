@@ -23,6 +23,7 @@ from air_lightning.checkpoint.examine import (
     look,
 )
 from air_lightning.checkpoint.manifest import MANIFEST, METADATA, is_missing
+from air_lightning.checkpoint.retention import condemned, is_link
 from air_lightning.errors import CheckpointError, CorruptCheckpointError, InvalidArgumentError
 from air_lightning.volumes import path as paths
 from air_lightning.volumes.storage import open_storage
@@ -149,6 +150,8 @@ def prune_checkpoints(
     """Delete old and torn checkpoints directly below ``root``.
 
     What is not complete and newer than the newest complete one stays: it may be in the writing.
+    A checkpoint with several names, by symbolic or hard links, counts once, and stays or goes with
+    all of them; a link to a checkpoint elsewhere neither counts nor goes.
 
     Args:
         root: A volume path, an fsspec URL or a local path.
@@ -167,11 +170,12 @@ def prune_checkpoints(
     if keep_every is not None:
         _require_positive("keep_every", keep_every)
     records = list_checkpoints(root, storage_options=storage_options)
-    condemned = _condemned(records, keep_last, keep_every)
+    doomed = condemned(records, keep_last, keep_every)
     if not dry_run:
-        for record in condemned:
+        # Links first: killed half-way, none is left that leads nowhere.
+        for record in sorted(doomed, key=lambda record: not is_link(record.path)):
             remove_checkpoint(record.path, storage_options=storage_options)
-    return condemned
+    return doomed
 
 
 def remove_checkpoint(path: Path, *, storage_options: dict[str, Any] | None = None) -> None:
@@ -234,30 +238,6 @@ def _each(look: Callable[[Any], Any], items: Iterable[Any]) -> list[Any]:
 def _age(record: CheckpointRecord) -> tuple[int, float, str]:
     step = -1 if record.step is None else record.step
     return (step, record.time or 0.0, record.path)
-
-
-def _condemned(
-    records: list[CheckpointRecord], keep_last: int, keep_every: int | None
-) -> list[CheckpointRecord]:
-    sound = [record for record in records if record.valid]
-    if not sound:
-        return []
-    kept = {record.path for record in sound[:keep_last]}
-    if keep_every is not None:
-        kept |= {r.path for r in sound if r.step is not None and r.step % keep_every == 0}
-    newest = sound[0]
-    return [
-        record
-        for record in records
-        if record.path not in kept and (record.valid or _is_older(record, newest))
-    ]
-
-
-def _is_older(record: CheckpointRecord, newest: CheckpointRecord) -> bool:
-    """Say whether a torn one is older by step and by time: only then nobody writes it now."""
-    if record.time is None or newest.time is None or record.time >= newest.time:
-        return False
-    return record.step is None or newest.step is None or record.step <= newest.step
 
 
 def _require_positive(name: str, value: object) -> None:
