@@ -15,6 +15,7 @@ import torch.distributed.checkpoint as dcp
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from air_lightning.checkpoint import attempt
 from air_lightning.checkpoint.catalog import (
     CheckpointRecord,
     find_latest_valid,
@@ -32,6 +33,7 @@ from air_lightning.checkpoint.manifest import (
     Manifest,
     step_in_name,
 )
+from air_lightning.checkpoint.order import as_published
 from air_lightning.errors import (
     AirError,
     CheckpointError,
@@ -115,6 +117,42 @@ def test_ties_go_to_the_later_one(tmp_path: Path) -> None:
     make(tmp_path, "z-first", step=5, time=1.0)
     later = make(tmp_path, "a-second", step=5, time=2.0)
     assert find_latest_valid(tmp_path) == later
+
+
+@pytest.mark.parametrize(("first", "second"), [("x", "x.alt"), ("x.alt", "x")])
+@pytest.mark.parametrize("step", [3, 1])
+def test_of_two_saves_of_one_path_the_later_is_newest(
+    tmp_path: Path, first: str, second: str, step: int
+) -> None:
+    """Between <path> and <path>.alt the time decides, whatever their steps; among others, steps."""
+    make(tmp_path, first, step=3, time=1.0)
+    later = make(tmp_path, second, step=step, time=2.0)
+    assert attempt.newest(f"{tmp_path}/x", None) == later
+    assert attempt.choose(f"{tmp_path}/x", None) == f"{tmp_path}/{first}"
+    assert find_latest_valid(tmp_path) == later
+    make(tmp_path, "other", step=2, time=3.0)
+    wanted = [second, first, "other"] if step == 3 else ["other", second, first]
+    assert named(list_checkpoints(tmp_path)) == wanted
+    assert find_latest_valid(tmp_path) == f"{tmp_path}/{wanted[0]}"
+    assert first in named(prune_checkpoints(tmp_path, keep_last=1))
+
+
+def test_a_torn_later_save_of_a_path_replaces_nothing(tmp_path: Path) -> None:
+    """While what was saved last is damaged, the save before it counts, with its own step."""
+    sound = make(tmp_path, "x", step=3, time=1.0)
+    make(tmp_path, "other", step=2, time=1.0)
+    short_shard(make(tmp_path, "x.alt", step=1, time=2.0))
+    assert find_latest_valid(tmp_path) == attempt.newest(sound, None) == sound
+    assert named(list_checkpoints(tmp_path)) == ["x", "other", "x.alt"]
+
+
+def test_without_times_the_step_decides_between_two_saves_of_a_path() -> None:
+    """Where one of the two has no time, the higher step is the later, and of two alike the alt."""
+    records = [CheckpointRecord("x", step=2, time=9.0), CheckpointRecord("x.alt", step=3)]
+    assert as_published(records)[-1].path == "x.alt"
+    assert as_published(reversed(records))[-1].path == "x.alt"
+    alike = [CheckpointRecord("x", step=2), CheckpointRecord("x.alt", step=2)]
+    assert as_published(alike)[-1].path == "x.alt"
 
 
 def no_marker(path: str) -> None:
