@@ -31,6 +31,7 @@ from air_lightning.checkpoint import attempt
 from air_lightning.checkpoint.catalog import remove_checkpoint
 from air_lightning.checkpoint.clone import can_clone, clone
 from air_lightning.checkpoint.dcp import UCVolumeReader, UCVolumeWriter
+from air_lightning.checkpoint.order import both
 from air_lightning.checkpoint.room import Detour
 from air_lightning.checkpoint.saver import AsyncSaver
 from air_lightning.checkpoint.state import read_checkpoint, to_entries
@@ -285,7 +286,7 @@ class AirCheckpointIO(CheckpointIO):
         target = volume_path.normalize(path, allow_local=True)
 
         def remove() -> None:
-            for name in attempt.both(target):
+            for name in both(target):
                 remove_checkpoint(name, storage_options=self.storage_options)
 
         if self._saver is None:
