@@ -116,6 +116,10 @@ class Binding:
         """Put the validation loaders where they were, once they are there."""
         self._restorer.restore_validation()
 
+    def note_alike(self) -> None:
+        """Note which parameters the strategy keeps equal on all ranks, before any is unfrozen."""
+        self._state.note_alike()
+
     def prepare_once(self) -> None:
         """Allocate staging memory in the background, once the optimizers have their states."""
         optimizers = self._strategy.optimizers
@@ -153,6 +157,7 @@ class Binding:
                 len(checkpoint.get("optimizer_states", ()))
             ),
             rank_blob=self._restorer.position(),
+            alike=self._state.alike,
             storage_options=storage_options,
         )
         if self._trainer.state.finished:
