@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from air_lightning.checkpoint import planner
 from air_lightning.checkpoint.dcp import UCVolumeReader, UCVolumeWriter
+from air_lightning.checkpoint.export import export_checkpoint
 from air_lightning.checkpoint.state import optimizer_names, read_checkpoint, to_entries
 from air_lightning.errors import (
     CheckpointMismatchError,
@@ -201,6 +202,24 @@ def test_other_ranks_save_what_all_hold_alike_and_their_own_blob():
     moments = [f"optimizer_states.0.state.{own}.{name}" for name in ("exp_avg", "exp_avg_sq")]
     buffers = [f"state_dict.{name}" for name, _ in net.named_buffers()]
     assert zero.unshared == {f"state_dict.{own}", *moments, *buffers}
+
+
+def test_a_default_device_has_no_part_in_it(tmp_path):
+    """Under torch.set_default_device a state is saved, read and exported as ever, on the CPU."""
+    net = _Net()
+    optimizer = torch.optim.AdamW(net.parameters())
+    _train(net, optimizer)
+    names = [optimizer_names(net.named_parameters(), optimizer)]
+    checkpoint = _checkpoint(net, optimizer)
+    torch.set_default_device("meta")
+    try:
+        _save(tmp_path / "c", checkpoint, names)
+        got, _ = _read(tmp_path / "c")
+        exported = export_checkpoint(tmp_path / "c", tmp_path / "o.ckpt")
+    finally:
+        torch.set_default_device(None)
+    _assert_equal(got, _file(checkpoint))
+    _assert_equal(torch.load(exported, weights_only=True)["state_dict"], got["state_dict"])
 
 
 def test_weights_that_were_exchanged_before_a_save_are_rank_0s():

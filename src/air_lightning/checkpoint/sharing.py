@@ -67,6 +67,6 @@ def _all_equal(
         digest.update(f"{key}\0{entries[key].dtype}{tuple(entries[key].shape)}\0".encode())
     own = torch.frombuffer(bytearray(digest.digest()), dtype=torch.uint8)
     world = dist.get_world_size(process_group)
-    found = [torch.zeros(_DIGEST, dtype=torch.uint8) for _ in range(world)]
+    found = [torch.zeros(_DIGEST, dtype=torch.uint8, device="cpu") for _ in range(world)]
     dist.all_gather(found, own, group=process_group)
     return all(torch.equal(one, own) for one in found)
