@@ -175,7 +175,7 @@ class _Taker:
                 self._take(item, f"{key}.{i}", (*path, i), like) for i, item in enumerate(value)
             ]
         # Two dotted names can give one key; the second value then stays in the blob.
-        if not _is_storable(value) or key in self.entries:
+        if not is_storable(value) or key in self.entries:
             return value
         if isinstance(value, DTensor) and any(place.is_partial() for place in value.placements):
             # Each rank holds a summand; DCP would save one rank's.
@@ -212,7 +212,8 @@ def _shell(value: dict[Any, Any]) -> dict[Any, Any]:
     return shell
 
 
-def _is_storable(value: Any) -> bool:
+def is_storable(value: Any) -> bool:
+    """Whether a value is a tensor that DCP can hold."""
     if isinstance(value, DTensor):
         return True
     return (

@@ -17,7 +17,6 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.strategies import (
@@ -31,6 +30,7 @@ from lightning.pytorch.strategies import (
 )
 from lightning.pytorch.trainer.states import TrainerStatus
 
+from air_lightning.checkpoint.state import is_storable
 from air_lightning.checkpoint.together import together
 from air_lightning.errors import (
     AirError,
@@ -130,11 +130,7 @@ class Binding:
         weights = self._state.weights_here()
         moments = [value for state in states for value in state.values()]
         self.io.prepare(
-            [
-                value
-                for value in [*weights, *moments]
-                if isinstance(value, torch.Tensor) and value.dim() > 0
-            ]
+            [value for value in [*weights, *moments] if is_storable(value) and value.dim() > 0]
         )
 
     def save_checkpoint(
