@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import ModelParallelStrategy
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
@@ -64,8 +65,13 @@ class ReplicatedState:
         return weights
 
     def weights_here(self) -> Iterable[Any]:
-        """As much memory as the weights take on this rank, as tensors; no collectives."""
-        return self.sharding().values()
+        """As much memory as this rank's part of the weights takes, as tensors; no collectives."""
+        first = self.strategy.is_global_zero
+        return [
+            weight
+            for name, weight in self.sharding().items()
+            if first or isinstance(weight, DTensor) or clean(name) in self.alike
+        ]
 
     def load_model(self, checkpoint: Mapping[str, Any], strict: bool) -> None:
         """Put the weights of a checkpoint into the model."""
