@@ -89,6 +89,24 @@ def test_the_plugin_line_alone_saves_dcp_directories(tmp_path: Path) -> None:
     assert "air.rank.0" in keys
 
 
+class Masked(Model):
+    """With a buffer that has no memory of its own to copy."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mask", torch.eye(3).to_sparse())
+
+
+def test_a_sparse_buffer_does_not_keep_memory_from_being_prepared(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What is saved as part of a blob is left out when staging memory is allocated ahead."""
+    fit(trainer_with(saving(tmp_path, filename="{step}")), Masked())
+    assert "allocated ahead" not in caplog.text
+    checkpoint, _ = AirCheckpointIO().read(f"{tmp_path}/step=2.ckpt", None)
+    assert torch.equal(checkpoint["state_dict"]["mask"].to_dense(), torch.eye(3))
+
+
 def test_a_trainer_with_another_io_is_left_alone(tmp_path: Path) -> None:
     """Where the Trainer's CheckpointIO is not ours, the installed callback changes nothing."""
     trainer = trainer_with(saving(tmp_path / "files"), plugins=[])

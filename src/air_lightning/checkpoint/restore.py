@@ -155,8 +155,8 @@ def _target(place: Place, saved: TensorStorageMetadata, live: Mapping[str, Any])
     if isinstance(like, DTensor) and like.shape == saved.size:
         return torch.empty_like(like, dtype=dtype, requires_grad=False)
     if place.stride is not None:
-        return torch.empty_strided(saved.size, place.stride, dtype=dtype)
-    return torch.empty(saved.size, dtype=dtype)
+        return torch.empty_strided(saved.size, place.stride, dtype=dtype, device="cpu")
+    return torch.empty(saved.size, dtype=dtype, device="cpu")
 
 
 def _as_saved(tensor: torch.Tensor, place: Place) -> torch.Tensor:

@@ -17,7 +17,6 @@ import logging
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
-import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.strategies import (
@@ -33,6 +32,7 @@ from lightning.pytorch.trainer.states import TrainerStatus
 
 from air_lightning.checkpoint.dcp import UCVolumeReader
 from air_lightning.checkpoint.restore import read_rank_blobs
+from air_lightning.checkpoint.state import is_storable
 from air_lightning.checkpoint.together import together
 from air_lightning.errors import (
     AirError,
@@ -123,6 +123,10 @@ class Binding:
         """Put the validation loaders where they were, once they are there."""
         self._restorer.restore_validation()
 
+    def note_alike(self) -> None:
+        """Note which parameters the strategy keeps equal on all ranks, before any is unfrozen."""
+        self._state.note_alike()
+
     def prepare_once(self) -> None:
         """Allocate staging memory in the background, once the optimizers have their states."""
         optimizers = self._strategy.optimizers
@@ -133,11 +137,7 @@ class Binding:
         weights = self._state.weights_here()
         moments = [value for state in states for value in state.values()]
         self.io.prepare(
-            [
-                value
-                for value in [*weights, *moments]
-                if isinstance(value, torch.Tensor) and value.dim() > 0
-            ]
+            [value for value in [*weights, *moments] if is_storable(value) and value.dim() > 0]
         )
 
     def save_checkpoint(
@@ -160,6 +160,7 @@ class Binding:
                 len(checkpoint.get("optimizer_states", ()))
             ),
             rank_blob=self._restorer.position(),
+            alike=self._state.alike,
             storage_options=storage_options,
         )
         if self._trainer.state.finished:

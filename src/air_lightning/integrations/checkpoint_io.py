@@ -118,6 +118,7 @@ class AirCheckpointIO(CheckpointIO):
         *,
         optimizer_names: Sequence[Mapping[int, str] | None],
         rank_blob: Mapping[str, Any],
+        alike: Mapping[str, torch.Tensor],
         storage_options: dict[str, Any] | None = None,
     ) -> None:
         """Start saving, together with every other rank; returns once the state is staged.
@@ -127,6 +128,7 @@ class AirCheckpointIO(CheckpointIO):
             path: Directory that becomes the checkpoint, from ``choose_target``.
             optimizer_names: For each optimizer, the parameter name of each integer id.
             rank_blob: What only this rank knows: loader position and generators.
+            alike: The parameters that are equal on all ranks, by name.
             storage_options: Options for fsspec, over those of the constructor.
 
         Raises:
@@ -140,6 +142,7 @@ class AirCheckpointIO(CheckpointIO):
             names=optimizer_names,
             rank=rank,
             rank_blob=rank_blob,
+            alike=alike,
             storage_options=storage_options,
         )
 
@@ -151,12 +154,15 @@ class AirCheckpointIO(CheckpointIO):
         names: Sequence[Mapping[int, str] | None],
         rank: int,
         rank_blob: Mapping[str, Any],
+        alike: Mapping[str, torch.Tensor],
         storage_options: dict[str, Any] | None,
     ) -> None:
         saver = self._saver
         assert saver is not None
         options = storage_options or self.storage_options
-        entries = to_entries(checkpoint, optimizer_names=names, rank=rank, rank_blob=rank_blob)
+        entries = to_entries(
+            checkpoint, optimizer_names=names, rank=rank, rank_blob=rank_blob, alike=alike
+        )
         # Taken out here: the closure would keep the whole unstaged state alive during the upload.
         step, epoch = checkpoint.get("global_step"), checkpoint.get("epoch")
         weights_only = "optimizer_states" not in checkpoint
@@ -174,7 +180,8 @@ class AirCheckpointIO(CheckpointIO):
         def replace_other() -> None:
             attempt.settle(target, options)
 
-        saver.save(entries, make_writer, on_published=replace_other if rank == 0 else None)
+        follow_up = replace_other if rank == 0 else None
+        saver.save(entries, make_writer, on_published=follow_up, unshared=entries.unshared)
 
     def choose_target(self, path: PathLike) -> str:
         """Where the next save to a path goes; asked on one rank, after ``wait`` on all.
@@ -218,6 +225,7 @@ class AirCheckpointIO(CheckpointIO):
             names=nameless,
             rank=0,
             rank_blob={},
+            alike={},
             storage_options=storage_options,
         )
 
