@@ -136,6 +136,8 @@ def _work(
             task = tasks.get()
             if task is None:
                 return
+            if turn is not None:
+                turn.announce(task.batch)
             size = task.size or 0 if budget is None else budget.enter(task.number, task.size)
             if turn is not None:
                 turn.wait(task.batch, size, task.future.cancelled)

@@ -81,6 +81,14 @@ class Turn:
         """Which of the pass's batches the worker's file of this number belongs to."""
         return number // self.batch_size * len(self._rows) + self._place
 
+    def announce(self, batch: int) -> None:
+        """Say that a download for a batch is wanted: ``wait`` for it comes, but not at once.
+
+        Otherwise later batches of others would take the slots while this worker learns how large
+        its first files are.
+        """
+        self._mine[_WAITS_FOR] = batch
+
     def wait(
         self,
         batch: int,
