@@ -1,17 +1,21 @@
 """What ModelCheckpoint, loggers and exceptions make of saves that take a while and all ranks."""
 
+import gc
 import logging
 import os
 import shutil
 import sys
+import weakref
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import CSVLogger
 
 from air_lightning import AirCheckpointIO, SaveFailedError, find_latest_valid, list_checkpoints
+from air_lightning.integrations import entrance
 from integration.test_wiring import fit, saving, trainer_with
 from ranks import run_ranks
 
@@ -205,3 +209,48 @@ def test_a_save_that_one_rank_skipped_is_no_burden_for_the_next(tmp_path: Path) 
     assert {os.path.basename(r.path) for r in list_checkpoints(str(tmp_path)) if r.valid} == {
         *("together.ckpt", "again.ckpt")
     }
+
+
+class Alone(Callback):
+    """A user's own callback that saves and tells the logger itself."""
+
+    def on_train_end(self, trainer: Any, *_: Any) -> None:
+        trainer.save_checkpoint("own.ckpt")
+        for logger in trainer.loggers:
+            logger.after_save_checkpoint(self)
+
+
+class Heard(CSVLogger):
+    """Notes whom it hears from."""
+
+    heard: list[Any]
+
+    def after_save_checkpoint(self, checkpoint_callback: Any) -> None:
+        self.heard.append(checkpoint_callback)
+
+
+def test_a_users_own_callback_may_tell_the_logger(tmp_path: Path) -> None:
+    """Of a callback that is no ModelCheckpoint nothing is known, and nothing is asked."""
+    logger, alone = Heard(str(tmp_path / "logs")), Alone()
+    logger.heard = []
+    fit(trainer_with(alone, logger=logger, enable_checkpointing=False))
+    assert logger.heard == [alone]
+
+
+def leave_no_group(directory: str) -> None:
+    trainer = trainer_with(plugins=[AirCheckpointIO()], devices=2, strategy="ddp")
+    fit(trainer)
+    trainer.save_checkpoint(f"{directory}/c.ckpt")
+    group = weakref.ref(dist.group.WORLD)
+    assert entrance._next_round[0]() is group() is not None
+    del trainer
+    dist.destroy_process_group()
+    gc.collect()
+    assert entrance._next_round[0]() is None
+
+
+def test_the_count_of_saves_keeps_no_process_group_alive(tmp_path: Path) -> None:
+    """A group that was destroyed goes, and the next one counts from the beginning."""
+    log = tmp_path / "log"
+    statuses = run_ranks(leave_no_group, str(tmp_path), world_size=2, log=log)
+    assert statuses == [0, 0], log.read_text()[-3000:]

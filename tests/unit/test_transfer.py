@@ -15,7 +15,7 @@ from air_lightning.volumes.base import FileInfo
 from air_lightning.volumes.retry import Retry
 from air_lightning.volumes.storage import open_storage
 from air_lightning.volumes.streams import Team, cut
-from air_lightning.volumes.transfer import Download, State
+from air_lightning.volumes.transfer import Download, State, Times
 
 SIZE = 40
 EVENTS = ("nothing", "nothing", "overwrite", "grow", "shrink", "restore", "short", "empty", "EIO")
@@ -39,7 +39,7 @@ class File:
 
     def __init__(self, events: list[str], kind: str, clock: float) -> None:
         self.versions = [b"a" * SIZE]
-        self.times_differ = False
+        self.times = Times()
         self.listed = FileInfo("x", SIZE, clock)
         self._events = deque(events)
         self._kind = kind

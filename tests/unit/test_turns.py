@@ -8,8 +8,11 @@ import time
 import pytest
 
 from air_lightning.data.ahead import ReadAhead
+from air_lightning.data.budget import Budget
 from air_lightning.data.cache import FileCache
+from air_lightning.data.leases import Lease
 from air_lightning.data.listing import take_listing
+from air_lightning.data.pool import Pool, Task
 from air_lightning.data.turns import (
     ALWAYS,
     FIRST_BYTES,
@@ -67,6 +70,30 @@ def test_a_free_slot_goes_to_the_batch_that_is_needed_first():
     taken.pop().__exit__(None, None, None)
     waiting.join(10)
     assert began == [0]
+    for download in taken:
+        download.__exit__(None, None, None)
+
+
+def test_a_worker_that_learns_its_first_sizes_keeps_its_turn():
+    """While a file of the first batch waits for a size, the last slot is not a later batch's."""
+    turns = Turns(2, 8)
+    first, second = turns.turn(0, 0), turns.turn(1, 0)
+    budget = Budget(1 << 30)
+    for number in (0, 1):  # as many as may start before any size is known
+        budget.enter(number, None)
+    taken = [second.under_way(1) for _ in range(FIRST_SLOTS - 1)]
+    for download in taken:
+        download.__enter__()
+    assert starts_within(second, 1)
+    pool, task = Pool(1, budget, first), Task(2, 0, None)
+    task.action = lambda: Lease("none")
+    pool.submit(task)
+    while turns._rows[0, 0] != 0:  # it says that it waits
+        time.sleep(0.001)
+    assert not starts_within(second, 1)
+    budget.correct(0, 1)
+    assert task.future.result(10).path == "none"
+    pool.close()
     for download in taken:
         download.__exit__(None, None, None)
 

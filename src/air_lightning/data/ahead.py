@@ -2,7 +2,7 @@
 
 A file's way::
 
-    look       in the cache already: leased at once, since a thread would cost more than opening it
+    look       in the cache already: seen, and not held before its turn
     queue      else a task for this process's threads, in the stream's order          pool.py
     fetch      size and time are asked for where the listing did not give them        cache.py
     take       in order; an error surfaces at its own file, and so does a download that stands still
@@ -11,7 +11,6 @@ What is ahead is held loosely: it goes where another file is needed at once, and
 is put off. When its turn comes, such a file is fetched again, and then it takes the room.
 """
 
-import logging
 import os
 import resource
 import time
@@ -29,10 +28,8 @@ from air_lightning.data.turns import current_turn
 from air_lightning.errors import AirError
 from air_lightning.volumes.base import UNKNOWN_SIZE, FileInfo
 
-_logger = logging.getLogger("air_lightning")
-
 MAX_BYTES = 1 << 30  # bytes of a stream's files that may be ahead
-MAX_DEPTH = 1024  # files; each one that is ahead takes a file descriptor
+MAX_DEPTH = 1024  # files; each one that was downloaded ahead takes a file descriptor
 STALL_S = 300.0
 """Seconds without a byte after which a download counts as failed."""
 
@@ -83,7 +80,6 @@ class ReadAhead:
         self._cache = cache
         self._files = files
         self._indices = iter(indices)
-        self._next: int | None = None
         may_open = _may_open()
         self._depth = min(depth, may_open // _SHARE)
         self._stall_s = stall_s
@@ -170,22 +166,14 @@ class ReadAhead:
         """Have so many files ahead, if there is room for them."""
         if self._put_off and self._resume():
             return
-        try:
-            while len(self._ahead) < count and self._append():
-                pass
-        except OSError as error:
-            # Too many open files, but for those that are ahead: they are to be used first.
-            if not is_shortage(error):
-                raise
-            _logger.debug("Reading ahead no further for now: %s", error)
+        while len(self._ahead) < count and self._append():
+            pass
 
     def _append(self) -> bool:
-        if self._next is None:
-            self._next = next(self._indices, None)
-        if self._next is None:
+        index = next(self._indices, None)
+        if index is None:
             return False
-        self._ahead.append(self._begin(self._next))
-        self._next = None
+        self._ahead.append(self._begin(index))
         return True
 
     def _begin(self, index: int) -> _File:

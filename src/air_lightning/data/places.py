@@ -23,10 +23,13 @@ from collections.abc import Callable
 
 from air_lightning.data.leases import is_ahead, is_at
 from air_lightning.volumes.base import FileInfo
+from air_lightning.volumes.libc import c_function
 
 _AT_FDCWD = -100
 _NO_REPLACE = 1
 _UNSUPPORTED = (errno.ENOSYS, errno.EINVAL)
+
+_renameat2 = c_function("renameat2")  # Linux 3.15, and a C library from 2018
 
 
 class Places:
@@ -61,7 +64,7 @@ class Places:
             if self._in_directory(first, part, lambda: _put(part, first)):
                 return first
         except NotADirectoryError:
-            pass
+            pass  # a file lies where one of its directories is to be: another version of the volume
         second = self.second(info)
         # Nothing but this version can be there, and whoever has it has these bytes.
         self._in_directory(second, part, lambda: os.replace(part, second))
@@ -156,16 +159,3 @@ def _make_directories(cache: str, directory: str) -> None:
 
 def _hash(text: str, size: int) -> str:
     return hashlib.blake2b(text.encode("utf-8", "surrogateescape"), digest_size=size).hexdigest()
-
-
-def _find() -> Callable[..., int] | None:
-    try:
-        function = ctypes.CDLL(None, use_errno=True).renameat2
-    except (OSError, AttributeError):
-        return None  # no Linux, or a C library from before 2018
-    function.restype = ctypes.c_int
-    found: Callable[..., int] = function
-    return found
-
-
-_renameat2 = _find()

@@ -8,10 +8,13 @@ it knows who is missing.
 
 import logging
 import time
+import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
 
+from air_lightning.data.board import default_store
 from air_lightning.errors import SaveFailedError
 
 _log = logging.getLogger("air_lightning")
@@ -20,10 +23,9 @@ _FIRST_POLL_S, _LAST_POLL_S = 0.0005, 0.05
 _WARN_AFTER_S = 30.0
 _COMPLETE, _ABANDONED = "complete", "abandoned"
 
-
 # The round that this process enters next, and the process group that counts them. Not kept by each
 # Trainer: the keys of a second one in the same process would be those of the first.
-_next_round: tuple[object, int] = (None, 0)
+_next_round: tuple[Callable[[], object], int] = (lambda: None, 0)
 
 
 class Entrance:
@@ -48,7 +50,8 @@ class Entrance:
         Raises:
             SaveFailedError: Some did not come; it names them.
         """
-        store, world_size = _store()
+        world_size = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+        store = default_store() if world_size > 1 else None
         if store is None:
             return
         number = _number(store)
@@ -120,21 +123,10 @@ def _number(store: Any) -> int:
     """The round to enter: the next one that was not abandoned before this rank came."""
     global _next_round  # noqa: PLW0603 - see above
     world, number = _next_round
-    if world is not dist.group.WORLD:
+    if world() is not dist.group.WORLD:
         number = 1
     while _Door(store, number, 0, 0).state == _ABANDONED:
         number += 1
-    _next_round = (dist.group.WORLD, number + 1)
+    # Weakly: a process group that was destroyed must not live on for being counted here.
+    _next_round = (weakref.ref(dist.group.WORLD), number + 1)
     return number
-
-
-def _store() -> tuple[Any, int]:
-    """The store of the default process group, and its size; None where there are no others."""
-    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
-        return None, 1
-    try:
-        # Private, and the only way: a process group made by torchrun keeps its store to itself.
-        return dist.distributed_c10d._get_default_store(), dist.get_world_size()
-    except Exception as error:  # noqa: BLE001 - whatever another torch raises
-        _log.debug("Whether every rank comes to a save is not checked: %s", error)
-        return None, 1

@@ -1,11 +1,13 @@
 """What a ModelCheckpoint does only right with files that are there at once, corrected per instance.
 
-dirpath       taken as it was written: Lightning makes relative paths of some URLs
-links         made when what they lead to is published
-save_last     a second name for the checkpoint that was just saved, where files can be linked,
-and not a second save of the same step
-loggers       told of a checkpoint when it is published, on the training thread
-on_exception  a checkpoint that cannot be saved is a line in the log: the user's error comes out
+What is corrected::
+
+    dirpath       taken as it was written: Lightning makes relative paths of some URLs
+    links         made when what they lead to is published
+    save_last     a second name for the checkpoint that was just saved, where files can be linked,
+                  and not a second save of the same step
+    loggers       told of a checkpoint when it is published, on the training thread
+    on_exception  a checkpoint that cannot be saved is a line in the log: the user's error comes out
 """
 
 import copy
@@ -16,6 +18,7 @@ from collections.abc import Callable
 from typing import Any
 
 from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
 
 from air_lightning.integrations.checkpoint_io import AirCheckpointIO
 from air_lightning.volumes import path as volume_path
@@ -152,6 +155,8 @@ class LoggerNotices:
 def _as_it_is(callback: Any) -> Any:
     """A ModelCheckpoint with the paths that it has now: it will name others when it is told of."""
     real = callback.__init__.__self__  # Lightning passes a weak proxy, which cannot be copied
+    if not isinstance(real, ModelCheckpoint):
+        return callback  # a user's own, of which nothing is known
     then = copy.copy(real)
     then.best_k_models = dict(real.best_k_models)
     return then

@@ -21,7 +21,7 @@ from air_lightning.volumes.mount import MountGuard
 from air_lightning.volumes.reader import FileRanges, RetryingReader
 from air_lightning.volumes.retry import Retry, is_kept, translate
 from air_lightning.volumes.statx import size_and_mtime
-from air_lightning.volumes.transfer import Download, State
+from air_lightning.volumes.transfer import Download, State, Times
 from air_lightning.volumes.walk import Walk, is_circular
 from air_lightning.volumes.writer import GatheringWriter, NamedFile, unmakeable
 
@@ -49,7 +49,7 @@ class LocalStorage:
         self._directory = directory
         self._retry = retry or Retry()
         self._guard = MountGuard(directory)
-        self._times_differ = False
+        self._times = Times()
         self.reported: dict[str, float] = {}
 
     def list_files(self, *, sizes: bool = False) -> Listing:
@@ -242,14 +242,7 @@ class _Source:
         self._storage = storage
         self._local = storage._local(name)
         self.path = storage._visible(name)
-
-    @property
-    def times_differ(self) -> bool:
-        return self._storage._times_differ
-
-    @times_differ.setter
-    def times_differ(self, value: bool) -> None:
-        self._storage._times_differ = value
+        self.times = storage._times
 
     def open(self) -> "_Stream":
         return self._storage._guard.run(lambda: _Stream(self._local))

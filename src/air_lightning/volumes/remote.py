@@ -25,7 +25,7 @@ from air_lightning.volumes.local import not_a_directory
 from air_lightning.volumes.reader import RetryingReader
 from air_lightning.volumes.retry import Retry
 from air_lightning.volumes.streams import cut
-from air_lightning.volumes.transfer import Download, NoRangesError, State, changed, vanished
+from air_lightning.volumes.transfer import Download, NoRangesError, State, Times, changed, vanished
 
 _logger = logging.getLogger("air_lightning")
 _T = TypeVar("_T")
@@ -59,7 +59,7 @@ class FsspecStorage:
         # There are no directories in a bucket, and a mistyped one must not be created.
         self._in_bucket = root.partition("://")[0] in _BUCKETS
         self._has_ranges = True
-        self._times_differ = False
+        self._times = Times()
         self.reported: dict[str, float] = {}
         self._base = self._fs._strip_protocol(root).rstrip("/")
 
@@ -273,14 +273,7 @@ class _Source:
         self._storage = storage
         self._name = name
         self.path = storage._visible(name)
-
-    @property
-    def times_differ(self) -> bool:
-        return self._storage._times_differ
-
-    @times_differ.setter
-    def times_differ(self, value: bool) -> None:
-        self._storage._times_differ = value
+        self.times = storage._times
 
     def open(self) -> "_Stream":
         return _Stream(self._storage._fs, self._storage._path(self._name))

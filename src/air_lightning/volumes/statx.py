@@ -8,25 +8,15 @@ than it is told to.
 import ctypes
 import os
 import struct
-from collections.abc import Callable
+
+from air_lightning.volumes.libc import c_function
 
 _AT_EMPTY_PATH = 0x1000
 _MTIME_AND_SIZE = 0x0040 | 0x0200
 _LAYOUT = struct.Struct("=40xQ64xqI")  # of struct statx: stx_size, stx_mtime
 _BYTES = 256
 
-
-def _find() -> Callable[..., int] | None:
-    try:
-        function = ctypes.CDLL(None, use_errno=True).statx
-    except (OSError, AttributeError):
-        return None  # no Linux, or a C library from before 2018
-    function.restype = ctypes.c_int
-    found: Callable[..., int] = function
-    return found
-
-
-_statx = _find()
+_statx = c_function("statx")
 
 
 def size_and_mtime(descriptor: int) -> tuple[int, float]:

@@ -50,6 +50,18 @@ class Stream(Protocol):
         """Close the handle."""
 
 
+class Times:
+    """What the downloads of one storage learned of times, for those to come.
+
+    Attributes:
+        differ: Whether listings give other times than handles do; each file would otherwise be
+            read twice.
+    """
+
+    def __init__(self) -> None:
+        self.differ = False
+
+
 class Source(Protocol):
     """A file to be read.
 
@@ -59,8 +71,7 @@ class Source(Protocol):
         min_span: Bytes that are worth another stream.
         cached: Whether it is read through the kernel's page cache.
         settle_s: For how long storage may report an outdated size.
-        times_differ: Whether listings are known to give other times than handles do; remembered
-            here, as each file would otherwise be read twice.
+        times: What its storage's downloads learned of times.
     """
 
     path: str
@@ -68,7 +79,7 @@ class Source(Protocol):
     min_span: int
     cached: bool
     settle_s: float
-    times_differ: bool
+    times: "Times"
 
     def open(self) -> Stream:
         """A handle of its own."""
@@ -105,7 +116,7 @@ class Download:
         self.mtime = info.mtime
         self._destination = destination
         self._retry = retry
-        self._careful = source.times_differ
+        self._careful = source.times.differ
         self._last: State | None = None
         self._last_since = 0.0
         self._target = -1
@@ -148,7 +159,7 @@ class Download:
         if state.size != self._listed.size:
             self._refuse(state)
         self.mtime = state.mtime
-        self._source.times_differ = state.mtime != self._listed.mtime
+        self._source.times.differ = state.mtime != self._listed.mtime
 
     def _refuse(self, state: State) -> None:
         """Raise FileChangedError, but only for a size that was reported for a while."""
