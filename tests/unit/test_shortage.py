@@ -5,6 +5,7 @@ import os
 import re
 import resource
 import subprocess
+import threading
 import time
 from collections import Counter
 from contextlib import contextmanager
@@ -178,3 +179,21 @@ def test_too_many_open_files_end_reading_ahead_not_the_run(volume, tmp_path):
         for descriptor in taken:
             os.close(descriptor)
     assert dataset.skipped == 0
+
+
+@needs_root
+def test_a_file_that_is_given_back_a_moment_later_makes_room(bucket, mount):
+    """One look that finds everything in use is not the end: files are used for moments."""
+    disk = mount("size=2500k")
+    storage = open_storage(bucket)
+    files = take_listing(storage, None)
+    cache = FileCache(storage, str(disk), 0)
+    held = [cache.fetch(files[number]) for number in range(2)]
+
+    giving = threading.Timer(0.2, held[0].close)  # long after a first look at a disk in memory
+    giving.start()
+    lease = cache.fetch(files[2])
+    giving.join(10)
+    assert first_byte(lease.path) == 2
+    lease.close()
+    held[1].close()

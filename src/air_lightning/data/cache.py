@@ -42,6 +42,7 @@ _SHORTAGES = (*FULL_DISK, errno.EMFILE, errno.ENFILE)
 _LATER_NS = 1_000_000_000
 _WAIT_S = 60.0  # for other downloads to end and leave room
 _POLL_S = 0.05
+_LOOKS = 20  # that find nothing to wait for and nothing to evict, before a disk counts as full
 _ROUNDED_S = 1.0  # stores tell full seconds in some answers, fractions in others
 
 
@@ -164,21 +165,26 @@ class FileCache:
         except OSError as error:
             if isinstance(error, StorageError) or error.errno not in FULL_DISK:
                 raise
-            if self._evictor.free_up(info.size, ahead=ahead) or self._wait(ahead, deadline):
+            if self._evictor.free_up(info.size, ahead=ahead):
+                return None
+            if self._is_worth_another_look(info.size, ahead, deadline):
                 return None
             if ahead:
                 raise
             return self._read_through(info, error)
 
-    def _wait(self, ahead: bool, deadline: float) -> bool:
+    def _is_worth_another_look(self, size: int, ahead: bool, deadline: float) -> bool:
         """Let downloads end that take the room now; False if there is no point in that."""
         can_read_through = volume_path.local_dir(self.storage.root) is not None
         if ahead or can_read_through or time.monotonic() > deadline:
             return False
-        if not self._evictor.others_download():
-            return False
-        time.sleep(_POLL_S)
-        return True
+        # Not one look alone: what was a part while files were looked at may be a file while parts
+        # are, and what was in use may be free a moment later.
+        for _ in range(_LOOKS):
+            time.sleep(_POLL_S)
+            if self._evictor.others_download() or self._evictor.free_up(size):
+                return True
+        return False
 
     def _is_remade(self) -> bool:
         if self._remake:
