@@ -16,6 +16,7 @@ from lightning.pytorch.loggers import CSVLogger
 
 from air_lightning import AirCheckpointIO, SaveFailedError, find_latest_valid, list_checkpoints
 from air_lightning.integrations import entrance
+from conftest import Volume
 from integration.test_wiring import fit, saving, trainer_with
 from ranks import run_ranks
 
@@ -67,6 +68,16 @@ def test_save_last_saves_twice_where_files_cannot_be_linked(tmp_path: Path) -> N
         assert len(trainer.strategy.checkpoint_io.stats) == 4
         found = {os.path.basename(r.path): r.step for r in list_checkpoints(str(mount)) if r.valid}
         assert found == {"epoch=0-step=2.ckpt": 2, "epoch=0-step=4.ckpt": 4, "last.ckpt": 4}
+
+
+def test_save_last_makes_no_link_on_a_volume(volume: Volume) -> None:
+    """A volume is not asked for links, also where a directory that has them stands in for it."""
+    root = f"{volume.path}/c"
+    fit(trainer_with(saving(root, save_last=True)))
+    assert sum(record.valid for record in list_checkpoints(root)) == 3
+    shards = list((volume.directory / "c").rglob("*.distcp"))
+    assert shards
+    assert all(os.stat(shard).st_nlink == 1 for shard in shards)
 
 
 class Uploading(CSVLogger):

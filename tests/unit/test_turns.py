@@ -45,6 +45,14 @@ def starts_within(turn, batch, size=1, seconds=0.0) -> bool:
     return not gave_up
 
 
+def until_it_waits(turns) -> None:
+    """Wait until the first worker says that it waits for the first batch."""
+    deadline = time.monotonic() + 10
+    while turns._rows[0, 0] != 0:
+        assert time.monotonic() < deadline, "the first worker does not say that it waits"
+        time.sleep(0.001)
+
+
 def test_batches_are_numbered_in_the_order_of_delivery():
     """Round robin, from the worker whose turn it is after a resume."""
     turns = Turns(3, 2)
@@ -63,8 +71,7 @@ def test_a_free_slot_goes_to_the_batch_that_is_needed_first():
     began = []
     waiting = threading.Thread(target=lambda: (first.wait(0, 1, never), began.append(0)))
     waiting.start()
-    while turns._rows[0, 0] != 0:  # it says that it waits
-        time.sleep(0.001)
+    until_it_waits(turns)
     assert not starts_within(second, 1)
     assert began == []
     taken.pop().__exit__(None, None, None)
@@ -88,8 +95,7 @@ def test_a_worker_that_learns_its_first_sizes_keeps_its_turn():
     pool, task = Pool(1, budget, first), Task(2, 0, None)
     task.action = lambda: Lease("none")
     pool.submit(task)
-    while turns._rows[0, 0] != 0:  # it says that it waits
-        time.sleep(0.001)
+    until_it_waits(turns)
     assert not starts_within(second, 1)
     budget.correct(0, 1)
     assert task.future.result(10).path == "none"
