@@ -34,6 +34,7 @@ from air_lightning.data.options import (
     resolve_prefetch,
     resolve_workers,
 )
+from air_lightning.data.outlive import outliving
 from air_lightning.data.passes import Pass, RoundRobinIter, TimedIterator
 from air_lightning.data.progress import Identity, Position, epoch_of, to_state
 from air_lightning.data.stream import Checkpointable, data_rank
@@ -156,7 +157,8 @@ class DataLoader(Observed, torch.utils.data.DataLoader[T_co]):
 
     @override
     def _get_iterator(self) -> Any:
-        view = self._view(worker_init_fn=self._counting().starting(self.worker_init_fn))
+        init = outliving(self._counting().starting(self.worker_init_fn))
+        view = self._view(worker_init_fn=init)
         with sending_paused(when=self.num_workers > 0):
             return super(DataLoader, view)._get_iterator()
 
@@ -253,7 +255,7 @@ class DataLoader(Observed, torch.utils.data.DataLoader[T_co]):
             turns=Turns(workers, self.batch_size or 1) if workers else None,
             first_worker=position.next_worker,
         )
-        side, init = self._side, self._counting().starting(self._side.init)
+        side, init = self._side, outliving(self._counting().starting(self._side.init))
         view = self._view(dataset=side, collate_fn=side.collate, worker_init_fn=init)
         if self.generator is None:
             # Otherwise each iter() draws from the global generator that dropout draws from.

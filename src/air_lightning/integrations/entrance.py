@@ -41,7 +41,7 @@ class Entrance:
         Raises:
             SaveFailedError: Some did not come; it names them.
         """
-        store, world_size = _store()
+        store, world_size = default_store()
         if store is None:
             return
         if dist.group.WORLD is not self._group:
@@ -76,7 +76,7 @@ def _missing(store: Any, key: str, world_size: int, waited: float) -> SaveFailed
     )
 
 
-def _store() -> tuple[Any, int]:
+def default_store() -> tuple[Any, int]:
     """The store of the default process group, and its size; None where there are no others."""
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
         return None, 1

@@ -5,7 +5,8 @@ links         made when what they lead to is published
 save_last     a second name for the checkpoint that was just saved, where files can be linked,
 and not a second save of the same step
 loggers       told of a checkpoint when it is published, on the training thread
-on_exception  a checkpoint that cannot be saved is a line in the log: the user's error comes out
+on_exception  a checkpoint that cannot be saved is a line in the log: the user's error comes out;
+              a run that ends on a signal has saved already
 """
 
 import logging
@@ -18,6 +19,7 @@ from lightning.pytorch import Trainer
 
 from air_lightning.errors import SaveFailedError
 from air_lightning.integrations.checkpoint_io import AirCheckpointIO
+from air_lightning.integrations.signals import Preempted
 from air_lightning.volumes import path as volume_path
 
 _log = logging.getLogger("air_lightning")
@@ -125,6 +127,8 @@ def save_on_exception_quietly(callback: Any) -> None:
     save = callback.on_exception
 
     def on_exception(trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        if isinstance(exception, Preempted):
+            return
         try:
             save(trainer, pl_module, exception)
         except SaveFailedError as error:

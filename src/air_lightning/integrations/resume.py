@@ -25,6 +25,7 @@ from air_lightning.checkpoint.catalog import find_latest_valid, verify_checkpoin
 from air_lightning.data.stream import set_share
 from air_lightning.errors import AirError, CheckpointError, InvalidArgumentError
 from air_lightning.integrations.attach import AirAttach, bind
+from air_lightning.integrations.preemption import Preemption
 from air_lightning.integrations.strategies import data_share
 from air_lightning.volumes import path as volume_path
 
@@ -48,6 +49,8 @@ class AirResume(AirAttach):
             path). Default: the directories of the Trainer's ``ModelCheckpoint`` callbacks, those
             with ``save_weights_only=True`` left out, since nothing can be resumed from these.
         storage_options: Options for fsspec when ``dirpath`` is a URL.
+        save_on_signal: On SIGTERM or SIGUSR1 to any rank, end the step, save once, and exit with
+            status 143; see "Preemption" in the docs.
 
     Raises:
         InvalidPathError: ``dirpath`` is no path of these kinds.
@@ -58,9 +61,11 @@ class AirResume(AirAttach):
         dirpath: str | os.PathLike[str] | None = None,
         *,
         storage_options: dict[str, Any] | None = None,
+        save_on_signal: bool = True,
     ) -> None:
         self.dirpath = None if dirpath is None else volume_path.normalize(dirpath, allow_local=True)
         self.storage_options = storage_options
+        self._preemption = Preemption(self._roots) if save_on_signal else None
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -79,6 +84,8 @@ class AirResume(AirAttach):
             )
         if stage == "fit":
             self._bind_choice(trainer)
+            if self._preemption is not None:
+                self._preemption.begin(trainer)
 
     def _bind_choice(self, trainer: Any) -> None:
         connector = trainer._checkpoint_connector

@@ -1,0 +1,142 @@
+"""A run that is asked to end by a signal saves once, ends, and goes on as if nothing had been."""
+
+import os
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lightning.pytorch import Callback
+
+from air_lightning import list_checkpoints
+from conftest import Volume
+from integration.training import Run, assert_same, diary, result, train
+from ranks import TERMINATED, run_ranks
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
+
+FILES = 22
+PER_EPOCH = 6  # batches of each of two ranks with two workers
+
+
+@pytest.fixture
+def numbers(volume: Volume) -> str:
+    """A volume of small numbered text files."""
+    for number in range(FILES):
+        (volume.directory / f"{number:03d}.txt").write_text(str(number))
+    return volume.path
+
+
+@dataclass
+class Sender(Callback):
+    """Sends signals at a moment of the run, from a process of its own, as a scheduler does.
+
+    Args:
+        moment: A hook's name.
+        at: Which of its calls.
+        to: Ranks whose processes get it; or the whole process group, workers included.
+    """
+
+    moment: str
+    at: int = 1
+    to: Sequence[int] | None = None
+    number: int = signal.SIGTERM
+    sender: int = 0
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        self._calls, self._rank = 0, trainer.global_rank
+        self._pids: list[int] = [0] * trainer.world_size
+        if trainer.world_size > 1:
+            import torch.distributed as dist
+
+            dist.all_gather_object(self._pids, os.getpid())
+        else:
+            self._pids = [os.getpid()]
+
+    def _pass(self, moment: str) -> None:
+        if moment != self.moment:
+            return
+        self._calls += 1
+        if self._calls == self.at and self._rank == self.sender:
+            self.send()
+
+    def send(self) -> None:
+        child = os.fork()
+        if child == 0:
+            # Not from the rank itself: its workers obey it.
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            if self.to is None:
+                os.killpg(0, self.number)
+            for rank in self.to or ():
+                os.kill(self._pids[rank], self.number)
+            os._exit(0)
+        os.waitpid(child, 0)
+
+    def on_train_batch_start(self, *args: Any) -> None:
+        self._pass("on_train_batch_start")
+
+    def on_after_backward(self, *args: Any) -> None:
+        self._pass("on_after_backward")
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self._pass("on_train_batch_end")
+
+    def on_validation_batch_start(self, trainer: Any, *args: Any) -> None:
+        self._pass("on_sanity_batch" if trainer.sanity_checking else "on_validation_batch_start")
+
+    def on_train_epoch_end(self, *args: Any) -> None:
+        self._pass("on_train_epoch_end")
+
+    def on_train_epoch_start(self, *args: Any) -> None:
+        self._pass("on_train_epoch_start")
+
+    def on_fit_start(self, *args: Any) -> None:
+        self._pass("on_fit_start")
+
+
+def attempt(run: Run, tmp_path: Path, *extra: Callback) -> list[int]:
+    """Run every rank once, to its end; returns their exit statuses."""
+    log = tmp_path / "output.txt"
+    statuses = run_ranks(_train, run, extra, world_size=run.world_size, log=log, timeout_s=60)
+    assert set(statuses) <= {0, TERMINATED}, f"{statuses} {log.read_text()[-6000:]}"
+    return statuses
+
+
+def _train(run: Run, extra: Sequence[Callback]) -> None:
+    train(run, extra=extra)
+
+
+def preempted(run: Run) -> list[Any]:
+    """The checkpoints that were saved on a signal."""
+    records = list_checkpoints(run.checkpoints)
+    return [record for record in records if "preempted" in record.path]
+
+
+def compare(run: Run, tmp_path: Path, sender: Sender, *, saves: int = 1) -> Run:
+    """Interrupt a run by signals, restart it, and compare it with one that was not."""
+    whole = replace(run, directory=str(tmp_path / "whole"))
+    assert set(attempt(whole, tmp_path)) == {0}
+    broken = replace(run, directory=str(tmp_path / "broken"))
+    assert set(attempt(broken, tmp_path, sender)) == {TERMINATED}
+    found = preempted(broken)
+    assert len(found) == saves, found
+    assert all(record.valid for record in found)
+    assert set(attempt(broken, tmp_path)) == {0}
+    assert diary(broken) == diary(whole)
+    for rank in range(run.world_size):
+        assert_same(result(broken, rank), result(whole, rank))
+    return broken
+
+
+def two_ranks(numbers: str, **options: Any) -> Run:
+    """Two DDP ranks with two workers each; no save but on a signal, unless told."""
+    return Run(numbers, "", **{"world_size": 2, "num_workers": 2, "every_n_steps": 1000, **options})
+
+
+@pytest.mark.parametrize("to", [[0], [1], [0, 1], None], ids=["first", "second", "all", "group"])
+def test_in_a_step(numbers: str, tmp_path: Path, to: Sequence[int] | None) -> None:
+    """Whoever gets the signal in a step, all ranks stop at one step, and one save is published."""
+    run = compare(two_ranks(numbers), tmp_path, Sender("on_train_batch_start", 3, to))
+    assert [record.step for record in preempted(run)] in ([3], [4])
