@@ -140,3 +140,45 @@ def test_in_a_step(numbers: str, tmp_path: Path, to: Sequence[int] | None) -> No
     """Whoever gets the signal in a step, all ranks stop at one step, and one save is published."""
     run = compare(two_ranks(numbers), tmp_path, Sender("on_train_batch_start", 3, to))
     assert [record.step for record in preempted(run)] in ([3], [4])
+
+
+def test_between_steps(numbers: str, tmp_path: Path) -> None:
+    """A signal to one rank between its steps, when others may be ahead, is as exact."""
+    compare(two_ranks(numbers), tmp_path, Sender("on_train_batch_end", 3, [1], sender=1))
+
+
+def test_on_the_last_step_of_an_epoch(numbers: str, tmp_path: Path) -> None:
+    """A run that is to stop at an epoch's last step goes on with the next epoch."""
+    run = two_ranks(numbers)
+    run = compare(run, tmp_path, Sender("on_train_batch_start", PER_EPOCH, [1]))
+    assert [record.step for record in preempted(run)] == [PER_EPOCH]
+
+
+@pytest.mark.parametrize("to", [[1], None], ids=["second", "group"])
+@pytest.mark.parametrize("moment", ["on_train_epoch_end", "on_train_epoch_start"])
+def test_between_epochs(
+    numbers: str, tmp_path: Path, moment: str, to: Sequence[int] | None
+) -> None:
+    """A signal between two epochs stops all ranks at one point."""
+    compare(two_ranks(numbers), tmp_path, Sender(moment, 2, to))
+
+
+@pytest.mark.parametrize("to", [[1], None], ids=["second", "group"])
+@pytest.mark.parametrize("interval", [4, 1.0], ids=["inside", "at the end"])
+def test_in_validation(
+    numbers: str, tmp_path: Path, interval: float, to: Sequence[int] | None
+) -> None:
+    """A validation that is broken off is run again, whole, by the restart."""
+    trainer = (("max_epochs", 3), ("val_check_interval", interval), ("num_sanity_val_steps", 0))
+    run = two_ranks(numbers, validate=True, trainer=trainer)
+    sender = Sender("on_validation_batch_start", 8, to)
+    run = compare(run, tmp_path, sender)
+    assert [record.step for record in preempted(run)] == [10 if interval == 4 else 12]
+
+
+def test_at_a_step_with_a_validation_after_it(numbers: str, tmp_path: Path) -> None:
+    """A run that is to stop where a validation is due validates first thing when restarted."""
+    trainer = (("max_epochs", 2), ("val_check_interval", 4), ("num_sanity_val_steps", 0))
+    run = two_ranks(numbers, validate=True, trainer=trainer)
+    run = compare(run, tmp_path, Sender("on_train_batch_start", 4, [1]))
+    assert [record.step for record in preempted(run)] == [4]

@@ -18,6 +18,8 @@ collective for one that waits here cannot: after some seconds the latter extends
 import time
 from typing import Any
 
+import torch.distributed as dist
+
 Point = tuple[int, int, int]
 
 _FIRST_POLL_S, _LAST_POLL_S = 0.0005, 0.05
@@ -104,20 +106,18 @@ class Halt:
             self._link += 1
         return self._target
 
-    def part(self) -> None:
-        """Let rank 0, which keeps the store, be the last that goes; bounded."""
-        if self._store is None:
+    def close(self) -> None:
+        """Talk to the others no more; rank 0, which keeps the store, waits for all, bounded."""
+        self.target()
+        self._signal = self.signal()
+        store, self._store = self._store, None
+        if store is None:
             return
         key, deadline = f"{self._name}/gone", time.monotonic() + 2 * _PATIENCE_S
-        gone = self._store.add(key, 1)
-        while self._keeps_store() and gone < self._world_size and time.monotonic() < deadline:
+        gone = store.add(key, 1)
+        while dist.get_rank() == 0 and gone < self._world_size and time.monotonic() < deadline:
             time.sleep(_FIRST_POLL_S)
-            gone = self._store.add(key, 0)
-
-    def _keeps_store(self) -> bool:
-        import torch.distributed as dist
-
-        return dist.get_rank() == 0
+            gone = store.add(key, 0)
 
     def _extend_where_left(self, point: Point) -> None:
         steps, validation, batch = point

@@ -151,6 +151,11 @@ class Preemption(Checkpoint):
             self._at_validation(trainer, batches, last=bool(progress.is_last_batch))
 
     @override
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Look for the last time: rank 0 may be gone soon, and the store with it."""
+        self._halt.close()
+
+    @override
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """End a run that was asked to in its last moments, too."""
         if self._signals.received is not None or self._halt.target() is not None:
@@ -193,8 +198,8 @@ class Preemption(Checkpoint):
         binding.io.wait()
 
     def _end(self, trainer: Any) -> None:
+        self._halt.close()
         number = self._halt.signal() or self._signals.received
-        self._halt.part()
         self._ended = True
         if trainer.is_global_zero:
             _log.warning("Signal %s: the run ends, and can be resumed.", number)
