@@ -12,7 +12,7 @@ from lightning.pytorch import Callback
 
 from air_lightning import list_checkpoints
 from conftest import Volume
-from integration.training import Run, assert_same, diary, result, train
+from integration.training import Run, Validated, assert_same, diary, result, train
 from ranks import TERMINATED, run_ranks
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
@@ -96,6 +96,16 @@ class Sender(Callback):
         self._pass("on_fit_start")
 
 
+class Insisting(Sender):
+    """Sends again when the checkpoint is being put together, and when the run has ended."""
+
+    def on_save_checkpoint(self, *args: Any) -> None:
+        self.send()
+
+    def on_exception(self, *args: Any) -> None:
+        self.send()
+
+
 def attempt(run: Run, tmp_path: Path, *extra: Callback) -> list[int]:
     """Run every rank once, to its end; returns their exit statuses."""
     log = tmp_path / "output.txt"
@@ -105,13 +115,18 @@ def attempt(run: Run, tmp_path: Path, *extra: Callback) -> list[int]:
 
 
 def _train(run: Run, extra: Sequence[Callback]) -> None:
-    train(run, extra=extra)
+    train(run, extra=[*extra, Validated(run)] if run.validate else extra)
 
 
 def preempted(run: Run) -> list[Any]:
     """The checkpoints that were saved on a signal."""
     records = list_checkpoints(run.checkpoints)
     return [record for record in records if "preempted" in record.path]
+
+
+def validated(run: Run) -> list[str]:
+    """What each whole validation of each rank came to."""
+    return sorted(Path(f"{run.directory}/validated.jsonl").read_text().splitlines())
 
 
 def compare(run: Run, tmp_path: Path, sender: Sender, *, saves: int = 1) -> Run:
@@ -125,6 +140,8 @@ def compare(run: Run, tmp_path: Path, sender: Sender, *, saves: int = 1) -> Run:
     assert all(record.valid for record in found)
     assert set(attempt(broken, tmp_path)) == {0}
     assert diary(broken) == diary(whole)
+    if run.validate:
+        assert validated(broken) == validated(whole)
     for rank in range(run.world_size):
         assert_same(result(broken, rank), result(whole, rank))
     return broken
@@ -150,7 +167,7 @@ def test_between_steps(numbers: str, tmp_path: Path) -> None:
 def test_on_the_last_step_of_an_epoch(numbers: str, tmp_path: Path) -> None:
     """A run that is to stop at an epoch's last step goes on with the next epoch."""
     run = two_ranks(numbers)
-    run = compare(run, tmp_path, Sender("on_train_batch_start", PER_EPOCH, [1]))
+    run = compare(run, tmp_path, Sender("on_train_batch_start", PER_EPOCH, [1], sender=1))
     assert [record.step for record in preempted(run)] == [PER_EPOCH]
 
 
@@ -180,5 +197,80 @@ def test_at_a_step_with_a_validation_after_it(numbers: str, tmp_path: Path) -> N
     """A run that is to stop where a validation is due validates first thing when restarted."""
     trainer = (("max_epochs", 2), ("val_check_interval", 4), ("num_sanity_val_steps", 0))
     run = two_ranks(numbers, validate=True, trainer=trainer)
-    run = compare(run, tmp_path, Sender("on_train_batch_start", 4, [1]))
+    run = compare(run, tmp_path, Sender("on_train_batch_start", 4, [1], sender=1))
     assert [record.step for record in preempted(run)] == [4]
+
+
+def test_in_the_sanity_check(numbers: str, tmp_path: Path) -> None:
+    """Before anything was trained there is nothing to save, and the restart is a fresh start."""
+    run = two_ranks(numbers, validate=True, trainer=(("max_epochs", 1),))
+    compare(run, tmp_path, Sender("on_sanity_batch", 1), saves=0)
+
+
+def test_before_the_first_step(numbers: str, tmp_path: Path) -> None:
+    """A signal while the run is set up ends it after its first step."""
+    run = compare(two_ranks(numbers), tmp_path, Sender("on_fit_start"))
+    assert [record.step for record in preempted(run)] == [1]
+
+
+@pytest.mark.parametrize("every", [3, 4], ids=["of the step before", "of the same step"])
+def test_while_a_save_is_in_flight(numbers: str, tmp_path: Path, every: int) -> None:
+    """A save in flight is published, and none is made of a step that is in one already."""
+    run = two_ranks(numbers, every_n_steps=every)
+    sender = Sender("on_train_batch_start", 4)
+    run = compare(run, tmp_path, sender, saves=1 if every == 3 else 0)
+    steps = [record.step for record in list_checkpoints(run.checkpoints) if record.valid]
+    assert {every, 4} <= set(steps)
+    assert len(steps) == len(set(steps))
+
+
+def test_once_more_while_it_saves(numbers: str, tmp_path: Path) -> None:
+    """Further signals change nothing about the save, nor about how the run ends."""
+    compare(two_ranks(numbers), tmp_path, Insisting("on_train_batch_start", 3))
+
+
+def test_accumulated_gradients(numbers: str, tmp_path: Path) -> None:
+    """A run stops where no gradients are accumulated, for no checkpoint holds these."""
+    run = two_ranks(numbers, trainer=(("max_epochs", 2), ("accumulate_grad_batches", 3)))
+    compare(run, tmp_path, Sender("on_train_batch_start", 4, [0]))
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_one_rank(numbers: str, tmp_path: Path, number: int) -> None:
+    """A lone process ends the step in progress, on SIGUSR1 as on SIGTERM."""
+    run = Run(numbers, "", num_workers=2, every_n_steps=1000)
+    run = compare(run, tmp_path, Sender("on_after_backward", 5, None, number))
+    assert [record.step for record in preempted(run)] == [5]
+
+
+def test_twice(numbers: str, tmp_path: Path) -> None:
+    """A run that is preempted again after its restart is still the run that was not."""
+    run = replace(two_ranks(numbers), directory=str(tmp_path / "broken"))
+    for _ in range(2):
+        assert set(attempt(run, tmp_path, Sender("on_train_batch_start", 5))) == {TERMINATED}
+    assert len(preempted(run)) == 2
+    assert set(attempt(run, tmp_path)) == {0}
+    whole = replace(run, directory=str(tmp_path / "whole"))
+    assert set(attempt(whole, tmp_path)) == {0}
+    assert diary(run) == diary(whole)
+    for rank in range(run.world_size):
+        assert_same(result(run, rank), result(whole, rank))
+
+
+def test_handlers_of_the_user(numbers: str, tmp_path: Path) -> None:
+    """A handler that exits is called once the checkpoint is there, and is there again after fit."""
+    run = Run(numbers, str(tmp_path / "run"), every_n_steps=1000)
+    log = tmp_path / "output.txt"
+    assert run_ranks(_train_with_handler, run, [Sender("on_train_batch_start", 3)], log=log) == [7]
+    assert [record.step for record in preempted(run)] == [3]
+    assert run_ranks(_train_with_handler, run, [], log=log) == [0], log.read_text()[-4000:]
+
+
+def _train_with_handler(run: Run, extra: Sequence[Callback]) -> None:
+    def leave(number: int, frame: Any) -> None:
+        raise SystemExit(7)
+
+    signal.signal(signal.SIGTERM, leave)
+    train(run, extra=extra)
+    assert signal.getsignal(signal.SIGTERM) is leave
+    assert signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL

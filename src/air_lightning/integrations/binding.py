@@ -164,7 +164,7 @@ class Binding:
             self.io.wait()
 
     def has_saved(self, roots: list[str]) -> bool:
-        """Whether the batch trained on last is in a checkpoint, or in a save in flight, of these."""
+        """Whether the batch trained on last is in a checkpoint, or a save in flight, of these."""
         return self._saved is not None and (
             self._saved[0] == self._batches() and self._saved[1] in roots
         )

@@ -16,6 +16,7 @@ validation the state is that from before it, and the restart runs it from its be
 
 import logging
 import os
+import shutil
 import signal
 import subprocess
 from collections.abc import Callable
@@ -125,7 +126,7 @@ class Preemption(Checkpoint):
         if loop._should_accumulate():
             return
         self._steps += 1
-        validates = loop._should_check_val_fx(trainer.fit_loop._data_fetcher)  # type: ignore[arg-type]
+        validates = loop._should_check_val_fx(trainer.fit_loop._data_fetcher)
         if not loop._num_ready_batches_reached() and not validates:
             self._at(trainer, (self._steps, 0, 0), (self._steps + 1, 0, 0))
 
@@ -133,6 +134,21 @@ class Preemption(Checkpoint):
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Stop, where the last step of an epoch cannot: its end is yet to be counted."""
         self._at(trainer, (self._steps, _EPOCH_END, 0), (self._steps + 1, 0, 0))
+
+    @override
+    def on_validation_batch_start(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        """Make this batch the last one."""
+        if trainer.state.fn == "fit" and not self._accumulates(trainer):
+            progress = trainer.fit_loop.epoch_loop.val_loop.batch_progress
+            point = (self._steps, self._validations, progress.current.ready)
+            self._halt.propose(point, self._signals.received)
 
     @override
     def on_validation_batch_end(
@@ -162,14 +178,16 @@ class Preemption(Checkpoint):
             self._end(trainer)
 
     def _at_validation(self, trainer: Any, batch: int, *, last: bool = False) -> None:
-        loop = trainer.fit_loop.epoch_loop
-        if self._batches and loop._should_accumulate():
+        if self._accumulates(trainer):
             return
         point = (self._steps, self._validations, batch)
         if last:
             self._halt.leave(point)
         else:
             self._at(trainer, point, (*point[:2], batch + 1), validating=True)
+
+    def _accumulates(self, trainer: Any) -> bool:
+        return self._batches > 0 and trainer.fit_loop.epoch_loop._should_accumulate()
 
     def _at(self, trainer: Any, point: Point, after: Point, *, validating: bool = False) -> None:
         # A lone rank stops here; others may have passed this point.
@@ -224,7 +242,12 @@ def _requeue(trainer: Any, number: int | None) -> None:
         return
     array = os.environ.get("SLURM_ARRAY_JOB_ID")
     job = f"{array}_{os.environ['SLURM_ARRAY_TASK_ID']}" if array else os.environ["SLURM_JOB_ID"]
+    scontrol = shutil.which("scontrol") or "scontrol"
     try:
-        subprocess.run(["scontrol", "requeue", job], check=True, timeout=60)
+        subprocess.run(  # noqa: S603 - both come from the scheduler
+            [scontrol, "requeue", job], check=True, timeout=60
+        )
     except (OSError, subprocess.SubprocessError) as error:
-        _log.error("scontrol requeue %s failed: %s. The checkpoint is there; start it again.", job, error)
+        _log.error(
+            "scontrol requeue %s failed: %s. The checkpoint is there; start it again.", job, error
+        )

@@ -1,8 +1,8 @@
 """Signals that ask for the end of a run are noted, and nothing else is done in their handlers.
 
     take()      ours replace the handlers of SIGTERM and of SIGUSR1 (or of SLURM's requeue signal)
-      a signal    its number is noted, and that is all: a collective in a handler would meet those of
-                  the step that it interrupted
+      a signal    its number is noted, and that is all: a collective in a handler would meet those
+                  of the step that it interrupted
     chain()     the user's own handlers are called, once the checkpoint is safe
     give_back() the user's own handlers are there again
 
@@ -77,7 +77,7 @@ class Signals:
                 signal.signal(number, signal.SIG_DFL if theirs is None else theirs)
         self._users.clear()
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
+    def _note(self, number: int, _: FrameType | None) -> None:
         if self.received is None:
             self.received = number
 
