@@ -222,7 +222,11 @@ class Preemption(Checkpoint):
         if trainer.is_global_zero:
             _log.warning("Signal %s: the run ends, and can be resumed.", number)
             _requeue(trainer, number)
-        self._signals.chain()
+        try:
+            self._signals.chain()
+        except SystemExit as asked:
+            # Of the kind that callbacks know to have been saved on.
+            raise Preempted(asked.code) from None
         raise Preempted(_status(trainer))
 
 

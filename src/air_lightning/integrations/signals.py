@@ -65,16 +65,16 @@ class Signals:
         """Restore the user's handlers.
 
         Args:
-            ending: The process is on its way out: one more signal, as schedulers send to what is
-                left of a job, must not turn its exit status into that of a crash. Where the
-                default would be restored, ours stays.
+            ending: The process is on its way out: one more signal, as schedulers and torchrun send
+                to what is left of a job, must not turn its exit status into that of a crash. It is
+                ignored: Python takes handlers of its own away long before it has ended.
         """
         if not _in_main_thread():
             return
         for number, theirs in self._users.items():
-            if not (ending and theirs == signal.SIG_DFL):
-                # None: a handler that Python did not set, and cannot restore.
-                signal.signal(number, signal.SIG_DFL if theirs is None else theirs)
+            # None: a handler that Python did not set, and cannot restore.
+            there = signal.SIG_DFL if theirs is None else theirs
+            signal.signal(number, signal.SIG_IGN if ending else there)
         self._users.clear()
 
     def _note(self, number: int, _: FrameType | None) -> None:
