@@ -132,14 +132,14 @@ def validated(run: Run) -> list[str]:
     return sorted(Path(f"{run.directory}/validated.jsonl").read_text().splitlines())
 
 
-def compare(run: Run, tmp_path: Path, sender: Sender, *, saves: int = 1) -> Run:
+def compare(run: Run, tmp_path: Path, sender: Sender, *, saves: int | None = 1) -> Run:
     """Interrupt a run by signals, restart it, and compare it with one that was not."""
     whole = replace(run, directory=str(tmp_path / "whole"))
     assert set(attempt(whole, tmp_path)) == {0}
     broken = replace(run, directory=str(tmp_path / "broken"))
     assert set(attempt(broken, tmp_path, sender)) == {TERMINATED}
     found = preempted(broken)
-    assert len(found) == saves, found
+    assert len(found) == saves if saves is not None else len(found) <= 1, found
     assert all(record.valid for record in found)
     assert set(attempt(broken, tmp_path)) == {0}
     assert diary(broken) == diary(whole)
@@ -207,9 +207,9 @@ def test_at_a_step_with_a_validation_after_it(numbers: str, tmp_path: Path) -> N
 
 
 def test_in_the_sanity_check(numbers: str, tmp_path: Path) -> None:
-    """Before anything was trained there is nothing to save, and the restart is a fresh start."""
+    """In the sanity check there is nothing to save; a rank that is past it trains one step."""
     run = two_ranks(numbers, validate=True, trainer=(("max_epochs", 1),))
-    compare(run, tmp_path, Sender("on_sanity_batch", 1), saves=0)
+    compare(run, tmp_path, Sender("on_sanity_batch", 1), saves=None)
 
 
 def test_before_the_first_step(numbers: str, tmp_path: Path) -> None:
