@@ -85,12 +85,24 @@ def volume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Volume:
     return Volume(root)
 
 
+@pytest.fixture
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A working directory of the test's own: Lightning's default directories are below it."""
+    directory = tmp_path / "cwd"
+    directory.mkdir()
+    monkeypatch.chdir(directory)
+
+
 @pytest.fixture(autouse=True)
 def leak_police() -> Iterator[None]:
-    """A test that leaves threads, environment or a process group behind fails."""
+    """A test that leaves threads, environment, or files where it was started behind fails."""
     environment = dict(os.environ)
     threads = set(threading.enumerate())
+    directory, names = os.getcwd(), set(os.listdir())
     yield
+    os.chdir(directory)
+    left = {name for name in set(os.listdir()) - names if name[0] != "."}
+    assert not left, f"left in the working directory: {sorted(left)}"
     # pytest sets this one itself, to name the phase a test is in.
     changed = {
         name

@@ -216,6 +216,9 @@ def _serve(source: str, control: str, options: dict) -> None:
         options["max_threads"] = 128  # ten by default, which would be the limit of every benchmark
     bases = (PassThrough, mfusepy.Operations)
     operations = type("Operations", bases, members)(source, control, options.pop("types"))
+    # The kernel tells of a close a moment later. A file that is deleted meanwhile would be renamed
+    # to a hidden name first, which a mount that refuses renames refuses as well.
+    options["hard_remove"] = True
     mfusepy.FUSE(operations, f"{control}/mount", foreground=True, nothreads=False, **options)
 
 

@@ -15,6 +15,7 @@ from training import Run, train
 
 from air_lightning import AirDataModule, DataLoader, RankMismatchError, UCVolumeDataset
 from air_lightning.data import agreement
+from air_lightning.data.board import WAIT_S, Board
 from ranks import run_ranks
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
@@ -67,6 +68,12 @@ def loader_of(volume, *, num_workers: int = 1, batch_size: int = 2, **options) -
     return DataLoader(files, num_workers=num_workers, batch_size=batch_size)
 
 
+def trained_on(loader: DataLoader) -> DataLoader:
+    """The loader as AirDataModule gives it to a training loop: all ranks iterate over it."""
+    loader.equal_batches = True
+    return loader
+
+
 def in_turn(rank: int, action):
     """What an action gives: first on rank 0, then on the others."""
     if rank > 0:
@@ -90,7 +97,7 @@ def test_ranks_that_agree_go_on_at_once(ranks):
     for number in range(3):
         delivered = [name for passes, _ in results for name in passes[number]]
         assert sorted(delivered) == [f"{n:04}.txt" for n in range(FILES)]
-    assert all(seconds < agreement.WAIT_S / 2 for _, seconds in results)
+    assert all(seconds < WAIT_S / 2 for _, seconds in results)
 
 
 def test_a_file_more_on_one_rank_is_an_error_on_all(ranks):
@@ -140,7 +147,7 @@ def test_another_order_on_one_rank_is_an_error_on_all(ranks, option, values, mes
     """Any option that decides who reads which file when: named, with its value on each rank."""
 
     def work(rank, volume):
-        return len(list(loader_of(volume, **{option: values[rank]})))
+        return len(list(trained_on(loader_of(volume, **{option: values[rank]}))))
 
     for told in ranks(work, world_size=3):
         assert message in told
@@ -151,7 +158,7 @@ def test_what_a_users_own_dataset_wraps_is_compared(ranks):
 
     def work(rank, volume):
         files = UCVolumeDataset(volume.path, shuffle=True, seed=rank)
-        return len(list(DataLoader(Plain(files), num_workers=0)))
+        return len(list(trained_on(DataLoader(Plain(files), num_workers=0))))
 
     for told in ranks(work):
         assert "seed=0 on rank 0, 1 on rank 1" in told
@@ -178,7 +185,7 @@ def test_ranks_that_try_again_are_told_again(ranks):
     """Catching the error does not turn the check off: the next pass is refused, too."""
 
     def work(rank, volume):
-        loader = loader_of(volume, seed=rank)
+        loader = trained_on(loader_of(volume, seed=rank))
         for _ in range(2):
             with pytest.raises(RankMismatchError, match="seed=0 on rank 0, 1 on rank 1"):
                 list(loader)
@@ -264,7 +271,7 @@ def test_a_rank_alone_waits_once_and_goes_on(ranks):
         return durations
 
     (first, second), _ = ranks(work)
-    assert agreement.WAIT_S - 0.2 <= first < agreement.WAIT_S + 3
+    assert WAIT_S - 0.2 <= first < WAIT_S + 3
     assert second < 2
 
 
@@ -272,7 +279,7 @@ def test_a_late_rank_is_compared_when_it_comes(ranks):
     """A rank that comes after the others gave up waiting gets the error, and so do they."""
 
     def work(rank, volume):
-        loader = loader_of(volume, num_workers=0, batch_size=1, seed=rank)
+        loader = trained_on(loader_of(volume, num_workers=0, batch_size=1, seed=rank))
         iterator = iter(loader) if rank == 0 else None
         if iterator is not None:
             next(iterator)  # which waits in vain
@@ -295,10 +302,104 @@ def test_a_process_group_made_anew_agrees_anew(ranks):
         os.environ["MASTER_PORT"] = str(int(os.environ["MASTER_PORT"]) + 1)
         dist.init_process_group("gloo")
         assert len(list(loader_of(volume))) == 3
-        return len(list(loader_of(volume, seed=rank)))
+        return len(list(trained_on(loader_of(volume, seed=rank))))
 
     for told in ranks(work):
         assert "seed=0 on rank 0, 1 on rank 1" in told
+
+
+def test_loaders_of_other_options_meet_nobody_and_a_warning_says_so(ranks):
+    """Ranks that read with other seeds wait once, are told once, by a warning, and go on."""
+
+    def work(rank, volume):
+        loader = loader_of(volume, num_workers=0, batch_size=1, seed=rank)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            began = time.monotonic()
+            delivered = len(list(loader)) + len(list(loader))
+        seconds = time.monotonic() - began
+        dist.barrier()
+        return delivered, seconds, [str(w.message) for w in caught if "rank" in str(w.message)]
+
+    for delivered, seconds, told in ranks(work):
+        assert delivered == FILES
+        assert seconds < WAIT_S + 3
+        assert len(told) == 1
+        assert "seed=0 on rank 0, 1 on rank 1" in told[0]
+
+
+@pytest.mark.parametrize("alike", [False, True])
+def test_an_evaluation_on_one_rank_disturbs_no_training(ranks, alike):
+    """Rank 0 evaluates alone, before and between passes of all ranks, and waits in vain once."""
+
+    def work(rank, volume):
+        durations = []
+
+        def evaluate() -> None:
+            if rank == 0:
+                began = time.monotonic()
+                for _ in range(2):
+                    assert len(list(loader_of(volume, num_workers=0, shuffle=alike))) == 3
+                durations.append(time.monotonic() - began)
+            dist.barrier()
+
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            for _ in range(2):
+                evaluate()
+                loader = loader_of(volume, num_workers=0, shuffle=True)
+                assert [len(list(loader)) for _ in range(2)] == [3, 3]
+                dist.barrier()
+        return durations
+
+    (first, second), _ = ranks(work)
+    assert first < WAIT_S + 3
+    assert second < 2
+
+
+def test_files_that_differ_are_an_error_after_an_evaluation_on_one_rank(ranks):
+    """What rank 0 did alone hides no difference of the loaders that all ranks iterate over."""
+
+    def work(rank, volume):
+        if rank == 0:
+            list(loader_of(volume, num_workers=0))
+        loader = in_turn(rank, lambda: loader_of(volume, batch_size=1, num_workers=0))
+        if rank == 0:
+            volume.put("part0/new.txt", b"new")
+        dist.barrier()
+        loader = loader_of(volume, batch_size=1, num_workers=0) if rank == 1 else loader
+        iterator = iter(loader)
+        dist.barrier()
+        return len(list(iterator))
+
+    for told in ranks(work):
+        assert "files=12 on rank 0, 13 on rank 1" in told
+
+
+def test_a_rank_that_had_finished_its_epoch_resumes_beside_the_others(ranks):
+    """A checkpoint that one rank made at its epoch's end is one moment; all files come once."""
+
+    def work(rank, volume):
+        volume.put("0.txt", b"0")
+        dist.barrier()
+
+        def make():
+            files = UCVolumeDataset(volume.path)
+            return DataLoader(files, num_workers=0, batch_size=1, collate_fn=list)
+
+        loader = make()
+        iterator = iter(loader)
+        head = [next(iterator) for _ in range(6)]
+        state = loader.state_dict()
+        resumed = make()
+        resumed.load_state_dict(state)
+        assert resumed.epoch == rank
+        rest = []
+        while resumed.epoch < 2:
+            rest += list(resumed)
+        return len(head), len(rest)
+
+    assert ranks(work) == [[6, 8], [6, 6]]
 
 
 def test_a_store_that_fails_stops_nobody(caplog):
@@ -311,7 +412,7 @@ def test_a_store_that_fails_stops_nobody(caplog):
         def set(self, key, value):
             pass
 
-    board = agreement._Board(Gone(), "key", 0, 2)
+    board = Board(Gone(), "key", 0, 2)
     with caplog.at_level(logging.DEBUG, logger="air_lightning"):
         agreed = agreement.Agreement(board, {}, 3, strict=True)
         assert not agreed.publish()

@@ -2,6 +2,7 @@
 
 import json
 import os
+import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -25,15 +26,7 @@ from integration.test_wiring import Samples, fit, saving, trainer_with
 from integration.training import Data, Model, Run, Validated, train
 from ranks import KILLED, run_ranks
 
-pytestmark = [pytest.mark.timeout(180)]
-
-
-@pytest.fixture(autouse=True)
-def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lightning's default directories are below the working directory."""
-    directory = tmp_path / "cwd"
-    directory.mkdir()
-    monkeypatch.chdir(directory)
+pytestmark = [pytest.mark.timeout(180), pytest.mark.usefixtures("elsewhere")]
 
 
 @pytest.fixture
@@ -51,8 +44,6 @@ class KillInSave(Callback):
         self.step, self.directory = step, directory
 
     def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
-        import sys
-
         if trainer.global_step == self.step - 1:
             trainer.strategy.checkpoint_io.wait()  # otherwise the save before is the one killed
 
@@ -78,6 +69,38 @@ def test_overwriting_the_only_checkpoint_never_loses_it(tmp_path: Path) -> None:
     assert status == KILLED, (tmp_path / "log").read_text()[-2000:]
     (record,) = [r for r in list_checkpoints(directory) if r.valid]
     assert record.step == 2
+
+
+def killed_while_replacing(path: str, step: int) -> None:
+    """Publishes a second save, and is killed when the first one is about to be deleted."""
+    io = AirCheckpointIO()
+    io.save_checkpoint({"global_step": 3, "state_dict": {"w": torch.tensor([1])}}, path)
+    io.wait()
+
+    def kill(event: str, args: tuple[Any, ...]) -> None:
+        if event == "os.remove" and str(args[0]).endswith("last.ckpt/.metadata"):
+            os.kill(os.getpid(), 9)
+
+    sys.addaudithook(kill)
+    io.save_checkpoint({"global_step": step, "state_dict": {"w": torch.tensor([2])}}, path)
+    io.wait()
+
+
+@pytest.mark.parametrize("step", [3, 1])
+def test_killed_before_the_old_one_is_deleted_the_new_one_counts(tmp_path: Path, step: int) -> None:
+    """Also at the same step or a lower one, the save that was published last is what loads."""
+    path, log = str(tmp_path / "c" / "last.ckpt"), tmp_path / "log"
+    assert run_ranks(killed_while_replacing, path, step, log=log) == [KILLED], log.read_text()
+    assert sorted(os.listdir(tmp_path / "c")) == ["last.ckpt", "last.ckpt.alt"]
+    io = AirCheckpointIO()
+    assert io.load_checkpoint(path)["state_dict"]["w"].item() == 2
+    found = find_latest_valid(str(tmp_path / "c"))
+    assert found is not None
+    assert io.load_checkpoint(found)["state_dict"]["w"].item() == 2
+    io.save_checkpoint({"global_step": 2, "state_dict": {"w": torch.tensor([3])}}, path)
+    io.wait()
+    assert os.listdir(tmp_path / "c") == ["last.ckpt"]
+    assert io.load_checkpoint(path)["state_dict"]["w"].item() == 3
 
 
 def test_overwriting_leaves_one_checkpoint_under_its_own_name(tmp_path: Path) -> None:

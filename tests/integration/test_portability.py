@@ -35,15 +35,8 @@ from ranks import run_ranks
 pytestmark = [
     pytest.mark.timeout(180),
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
+    pytest.mark.usefixtures("elsewhere"),
 ]
-
-
-@pytest.fixture(autouse=True)
-def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lightning's default directories are below the working directory."""
-    directory = tmp_path / "cwd"
-    directory.mkdir()
-    monkeypatch.chdir(directory)
 
 
 class Net(LightningModule):

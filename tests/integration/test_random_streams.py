@@ -172,3 +172,47 @@ def test_draws_go_on_under_a_trainer_with_and_without_its_seeding(
     log = tmp_path / "log"
     status = run_ranks(fit_twice, volume, tmp_path, lightning_seeds, log=log)
     assert status == [0], log.read_text()
+
+
+def fragile(path: str) -> tuple[int, float, float, float]:
+    """A sample of a decoder that draws before it fails."""
+    number, *draws = sample(path)
+    if "bad" in Path(path).read_text():
+        raise ValueError("bad")
+    return number, *draws
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("cut", range(1, 8))
+def test_draws_of_files_that_were_skipped_leave_no_trace(volume, workers, cut):
+    """Whatever a decoder drew before it failed, a resume gives the same items and draws."""
+    for number in range(FILES):
+        volume.put(f"{number:04}", b"bad" if number % 8 > 1 else b"good")
+
+    def make() -> DataLoader[Any]:
+        files = UCVolumeDataset(volume.path, on_error="skip").map(fragile)
+        return DataLoader(files, batch_size=2, num_workers=workers, collate_fn=list)
+
+    whole = list(make())
+    first, second = make(), make()
+    iterator = iter(first)
+    head = [next(iterator) for _ in range(cut)]
+    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    assert head + list(second) == whole
+
+
+def test_a_failed_try_changes_no_draw(volume):
+    """What comes in place of a bad file is decoded with the draws of that file."""
+    for number in range(3):
+        volume.put(f"{number:04}", b"good")
+
+    def draws() -> list[Any]:
+        files = UCVolumeDataset(volume.path, on_error="skip").map(fragile)
+        return [
+            item[1:]
+            for item in next(iter(DataLoader(files, batch_size=3, num_workers=0, collate_fn=list)))
+        ]
+
+    wanted = draws()
+    volume.put("0001", b"bad")
+    assert draws() == wanted

@@ -15,16 +15,8 @@ from air_lightning import AirCheckpointIO, SaveFailedError, find_latest_valid, l
 from integration.test_wiring import fit, saving, trainer_with
 from ranks import run_ranks
 
-pytestmark = [pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.timeout(180), pytest.mark.usefixtures("elsewhere")]
 sys.path.insert(0, str(Path(__file__).parents[1] / "fuse"))
-
-
-@pytest.fixture(autouse=True)
-def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lightning's default directories are below the working directory."""
-    directory = tmp_path / "cwd"
-    directory.mkdir()
-    monkeypatch.chdir(directory)
 
 
 def shard_of(path: str) -> os.stat_result:
@@ -151,3 +143,65 @@ def test_an_exception_on_one_rank_is_not_held_up_by_its_checkpoint(tmp_path: Pat
     newest = find_latest_valid(directory)
     assert newest is not None
     assert newest.endswith("step=2.ckpt")
+
+
+def test_a_restarted_run_overwrites_its_last_checkpoint(tmp_path: Path) -> None:
+    """Five starts of one epoch each leave one last checkpoint, as with Lightning's own files."""
+    root = str(tmp_path / "c")
+    for start in range(1, 6):
+        options = {"ckpt_path": f"{root}/last.ckpt"} if start > 1 else {}
+        trainer = trainer_with(saving(root, save_last=True, save_top_k=1), max_epochs=start)
+        fit(trainer, **options)
+    assert sorted(os.listdir(root)) == ["epoch=4-step=20.ckpt", "last.ckpt"]
+
+
+class Naming(CSVLogger):
+    """Notes whether what it is told of is there, as a logger that uploads the best would."""
+
+    told: list[tuple[str, bool]]
+
+    def after_save_checkpoint(self, checkpoint_callback: Any) -> None:
+        best = checkpoint_callback.best_model_path
+        self.told.append((os.path.basename(best), os.path.exists(f"{best}/.metadata")))
+
+
+def test_loggers_are_told_the_paths_of_their_own_moment(tmp_path: Path) -> None:
+    """Each notice names the checkpoint that it is about, whatever has been saved since."""
+    logger = Naming(str(tmp_path / "logs"))
+    logger.told = []
+    for _ in range(2):  # a second Trainer with the same logger is heard like the first
+        fit(trainer_with(saving(tmp_path / "c", save_top_k=-1), logger=logger, max_epochs=2))
+    names = [name for name, _ in logger.told]
+    assert [name.split("-v")[0].removesuffix(".ckpt") for name in names] == [
+        *(f"epoch={(step - 1) // 4}-step={step}" for step in (2, 4, 6, 8)),
+    ] * 2
+    assert all(there for _, there in logger.told)
+
+
+def skip_one_save(directory: str) -> None:
+    """Rank 1 comes to no first save, and to every later one."""
+    trainer = trainer_with(plugins=[AirCheckpointIO(timeout_s=3)], devices=2, strategy="ddp")
+    fit(trainer)
+    rank = int(os.environ["RANK"])
+    if rank == 0:
+        with pytest.raises(SaveFailedError, match="have not come"):
+            trainer.save_checkpoint(f"{directory}/alone.ckpt")
+    trainer.strategy.barrier()
+    trainer.save_checkpoint(f"{directory}/together.ckpt")
+    second = trainer_with(plugins=[AirCheckpointIO(timeout_s=3)], devices=2, strategy="ddp")
+    fit(second)
+    if rank == 0:
+        with pytest.raises(SaveFailedError, match="these have not come to it in . s: 1"):
+            second.save_checkpoint(f"{directory}/alone.ckpt")
+    trainer.strategy.barrier()
+    second.save_checkpoint(f"{directory}/again.ckpt")
+
+
+def test_a_save_that_one_rank_skipped_is_no_burden_for_the_next(tmp_path: Path) -> None:
+    """The ranks meet again at the next save, also that of a second Trainer."""
+    log = tmp_path / "log"
+    statuses = run_ranks(skip_one_save, str(tmp_path), world_size=2, log=log, timeout_s=150)
+    assert statuses == [0, 0], log.read_text()[-3000:]
+    assert {os.path.basename(r.path) for r in list_checkpoints(str(tmp_path)) if r.valid} == {
+        *("together.ckpt", "again.ckpt")
+    }

@@ -1,11 +1,13 @@
 """One listing per node: real ranks that construct the same dataset."""
 
+import contextlib
 import json
 import os
 import signal
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -36,6 +38,14 @@ def shared(temporary: Path) -> list[str]:
     return sorted(path.suffix for path in directory.iterdir())
 
 
+def until_waited_for(waiting: int) -> None:
+    """Return once so many other ranks wait for a listing, as they do for a slow one."""
+    deadline = time.monotonic() + 60
+    while waiting and shared(Path(tempfile.gettempdir())).count(".wait") < waiting:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
 def meet() -> None:
     """All ranks run, as they do when a Trainer or a training script constructs its dataset."""
     dist.init_process_group("gloo")
@@ -52,8 +62,9 @@ def noted(log: Path) -> list:
     return [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
 
 
-def take(log: Path) -> FileList:
+def take(log: Path, *, waiting: int = 0) -> FileList:
     note(log, "listed")
+    until_waited_for(waiting)
     return FileList(NAMES)
 
 
@@ -67,6 +78,43 @@ def test_the_ranks_of_a_node_share_one_listing(volume, tmp_path, temporary):
     assert len(states) == RANKS
     assert states == [states[0]] * RANKS
     assert shared(temporary) == []
+
+
+@pytest.mark.slow
+def test_ranks_that_come_while_it_is_listed_take_that_list(tmp_path, temporary):
+    """One listing for all, and nothing is left; constructing anew lists anew, shared as before."""
+    log = tmp_path / "log"
+    assert run_ranks(_twice, log, world_size=RANKS) == [0] * RANKS
+    assert noted(log) == ["listed", "listed"]
+    assert shared(temporary) == []
+
+
+def _twice(log: Path) -> None:
+    meet()
+    for _ in range(2):
+        share_listing({"root": "x"}, lambda: take(log, waiting=RANKS - 1))
+        dist.barrier()
+
+
+@pytest.mark.slow
+def test_what_a_rank_wrote_before_a_barrier_is_listed_after_it(volume, tmp_path, temporary):
+    """Rank 0 looks alone, writes and meets the others: all ranks see all files, round by round."""
+    log = tmp_path / "log"
+    assert run_ranks(_writes_in_between, volume, log, world_size=2) == [0, 0]
+    assert Counter(map(tuple, noted(log))) == {(number, 2 * number + 2): 2 for number in range(3)}
+    assert shared(temporary) == []
+
+
+def _writes_in_between(volume, log: Path) -> None:
+    meet()
+    for number in range(3):
+        if dist.get_rank() == 0:
+            volume.put(f"{number}", b"x")
+            UCVolumeDataset(volume.path)
+            volume.put(f"{number}-more", b"x")
+        dist.barrier()
+        note(log, (number, UCVolumeDataset(volume.path).file_list_state()["count"]))
+        dist.barrier()
 
 
 def _construct(path: str, log: Path) -> None:
@@ -92,27 +140,12 @@ def _first_dies(log: Path) -> None:
     def listing() -> FileList:
         if not noted(log):
             note(log, "dies")
+            until_waited_for(RANKS - 1)
             os.kill(os.getpid(), signal.SIGKILL)
-        return take(log)
+        return take(log, waiting=RANKS - 2)
 
     assert share_listing({"root": "x"}, listing).name(1) == "b/c"
     note(log, "took")
-
-
-@pytest.mark.slow
-def test_constructing_again_lists_again(tmp_path):
-    """The second dataset of each rank has a second listing, shared as the first was."""
-    log = tmp_path / "log"
-    assert run_ranks(_twice, log, world_size=RANKS) == [0] * RANKS
-    assert noted(log) == ["listed", "listed"]
-
-
-def _twice(log: Path) -> None:
-    meet()
-    share_listing({"root": "x"}, lambda: take(log))
-    dist.barrier()
-    share_listing({"root": "x"}, lambda: take(log))
-    dist.barrier()
 
 
 @pytest.mark.slow
@@ -133,7 +166,7 @@ def _one_alone(log: Path) -> None:
 
 @pytest.mark.slow
 def test_other_jobs_restarts_and_datasets_have_listings_of_their_own(tmp_path, monkeypatch):
-    """A list that lies there for another restart, another dataset or another job is not taken."""
+    """The list of another restart, another dataset or another job is not taken."""
     log = tmp_path / "log"
     assert run_ranks(_apart, log, world_size=2) == [0, 0]
     assert noted(log) == ["listed"] * 4
@@ -145,32 +178,56 @@ def _apart(log: Path) -> None:
     meet()
     for restart, root in (("0", "x"), ("1", "x"), ("1", "y"), ("2", "x")):
         os.environ["TORCHELASTIC_RESTART_COUNT"] = restart
-        share_listing({"root": root}, lambda: take(log))
+        share_listing({"root": root}, lambda: take(log, waiting=1))
         dist.barrier()
 
 
-def test_a_list_from_before_a_process_began_is_not_for_it(temporary):
-    """Nor is one that the same rank took before; ranks of that time take it, each once."""
-    seat = find_seat(LIGHTNING)._replace(ranks=3)
-    listed_at = time.clock_gettime(time.CLOCK_BOOTTIME)
-    place = Place(seat._replace(rank=0), "x")
-    place.publish(FileList(NAMES), listed_at)
-    place.close()
-    later, before = listed_at + 0.01, listed_at - 0.01
-    for rank, began, found in (
-        *((0, before, False), (1, later, False), (1, before, True), (1, before, False)),
-        *((2, before, True), (2, before, False)),
-    ):
-        place = Place(seat._replace(rank=rank, began=began), "x")
-        assert (place.read() is not None) == found
+def test_a_list_from_before_a_rank_came_is_not_for_it(temporary):
+    """One whose listing ended later is; and where nobody waits, none is put there."""
+    seat = find_seat(LIGHTNING)
+    ended = time.clock_gettime(time.CLOCK_BOOTTIME)
+    with published(seat, ended):
+        place = Place(seat, "x")
+        assert place.read(ended + 0.01) is None
+        assert place.read(ended - 0.01) is not None
         place.close()
+    assert shared(temporary) == []
+    place = Place(seat, "x")
+    place.publish(FileList(NAMES), ended)
     assert shared(temporary) == [".lock"]
+    place.close()
+
+
+@contextlib.contextmanager
+def published(seat, ended: float) -> Iterator[Path]:
+    """A list that was put there since somebody waited, who then went away."""
+    place = Place(seat, "x")
+    directory = Path(tempfile.gettempdir()) / f"air-lightning-lists-{os.geteuid()}"
+    (lock,) = directory.iterdir()
+    mark = lock.with_suffix(".wait")
+    mark.touch()
+    place.publish(FileList(NAMES), ended)
+    place.close()
+    mark.unlink()
+    yield lock.with_suffix(".list")
+
+
+@pytest.mark.parametrize("spoil", ["garbage", "cut"])
+def test_a_list_that_is_none_is_not_used(spoil):
+    """A file in the list's place that is not a sound list: the rank lists."""
+    seat = find_seat(LIGHTNING)
+    ended = time.clock_gettime(time.CLOCK_BOOTTIME)
+    with published(seat, ended) as path:
+        path.write_bytes(b"x" * 99 if spoil == "garbage" else path.read_bytes()[:-1])
+        place = Place(seat, "x")
+        assert place.read(ended) is None
+        place.close()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("spoil", ["open_to_others", "a_file", "garbage", "cut"])
+@pytest.mark.parametrize("spoil", ["open_to_others", "a_file"])
 def test_what_cannot_be_trusted_is_not_used(tmp_path, temporary, spoil):
-    """A directory open to others, no directory, or a list that is none: each rank lists."""
+    """A directory open to others, or none: each rank lists."""
     log = tmp_path / "log"
     place = temporary / f"air-lightning-lists-{os.geteuid()}"
     if spoil == "a_file":
@@ -178,19 +235,13 @@ def test_what_cannot_be_trusted_is_not_used(tmp_path, temporary, spoil):
     else:
         place.mkdir(mode=0o700)
         place.chmod(0o755 if spoil == "open_to_others" else 0o700)
-    assert run_ranks(_spoilt, log, place, spoil, world_size=2) == [0, 0]
+    assert run_ranks(_alike, log, world_size=2) == [0, 0]
     assert noted(log) == ["listed", "listed"]
 
 
-def _spoilt(log: Path, place: Path, spoil: str) -> None:
+def _alike(log: Path) -> None:
     meet()
-    if dist.get_rank() == 0:
-        share_listing({"root": "x"}, lambda: take(log))
-        for path in place.glob("*.list"):
-            path.write_bytes(b"x" * 99 if spoil == "garbage" else path.read_bytes()[:-1])
-    dist.barrier()
-    if dist.get_rank() == 1:
-        share_listing({"root": "x"}, lambda: take(log))
+    share_listing({"root": "x"}, lambda: take(log))
     dist.barrier()
 
 

@@ -35,15 +35,7 @@ from conftest import Volume
 from integration.training import Model, Run, train
 from ranks import run_ranks
 
-pytestmark = [pytest.mark.timeout(180)]
-
-
-@pytest.fixture(autouse=True)
-def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lightning's default directories are below the working directory."""
-    directory = tmp_path / "cwd"
-    directory.mkdir()
-    monkeypatch.chdir(directory)
+pytestmark = [pytest.mark.timeout(180), pytest.mark.usefixtures("elsewhere")]
 
 
 class Samples(torch.utils.data.Dataset):
@@ -95,6 +87,24 @@ def test_the_plugin_line_alone_saves_dcp_directories(tmp_path: Path) -> None:
     assert "state_dict.layers.0.weight" in keys
     assert "optimizer_states.0.state.layers.0.weight.exp_avg" in keys
     assert "air.rank.0" in keys
+
+
+class Masked(Model):
+    """With a buffer that has no memory of its own to copy."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mask", torch.eye(3).to_sparse())
+
+
+def test_a_sparse_buffer_does_not_keep_memory_from_being_prepared(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What is saved as part of a blob is left out when staging memory is allocated ahead."""
+    fit(trainer_with(saving(tmp_path, filename="{step}")), Masked())
+    assert "allocated ahead" not in caplog.text
+    checkpoint, _ = AirCheckpointIO().read(f"{tmp_path}/step=2.ckpt", None)
+    assert torch.equal(checkpoint["state_dict"]["mask"].to_dense(), torch.eye(3))
 
 
 def test_a_trainer_with_another_io_is_left_alone(tmp_path: Path) -> None:

@@ -47,6 +47,8 @@ class Run:
     validate: bool = False
     strategy: str = "ddp"  # see ``strategy_of``
     accelerator: str = "cpu"
+    elastic: bool = False  # of the data module
+    resume_elastic: bool = False  # of AirResume
 
     @property
     def readers(self) -> list[int]:
@@ -223,6 +225,7 @@ def train(run: Run, *, extra: Sequence[Callback] = (), save_on_exception: bool =
         batch_size=run.batch_size,
         num_workers=run.num_workers,
         pattern="*.txt",
+        elastic=run.elastic,
     )
     data.has_length = run.has_length
     model = Sharded() if run.strategy != "ddp" else Model()
@@ -238,7 +241,7 @@ def train(run: Run, *, extra: Sequence[Callback] = (), save_on_exception: bool =
         devices=run.world_size,
         strategy=strategy_of(run),
         plugins=[AirCheckpointIO()],
-        callbacks=[AirResume(), checkpoint, Diary(run), *extra],
+        callbacks=[AirResume(elastic=run.resume_elastic), checkpoint, Diary(run), *extra],
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,

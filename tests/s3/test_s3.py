@@ -218,3 +218,11 @@ def test_checkpoints_are_saved_found_and_loaded(server):
     assert torch.equal(loaded["weight"], torch.full((1000,), 2.0))
     client(server).rm_file(f"{found[5:]}/.metadata")
     assert find_latest_valid(f"s3://{BUCKET}/ckpt", storage_options=options) == path[:-1] + "1"
+
+
+def test_keys_with_an_empty_segment_are_left_out(server, caplog):
+    """S3 has keys that go on with a slash: they are no files, one is named, the rest is read."""
+    client(server).pipe({f"{BUCKET}/data/{key}": content(1) for key in ("/1", "a//1", "a/1", "1")})
+    dataset = UCVolumeDataset(ROOT, storage_options=server.options).map(read)
+    assert [number for number, _ in dataset] == [1, 1]
+    assert f"{BUCKET}/data//1" in caplog.text

@@ -12,7 +12,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from air_lightning.checkpoint import attempt
 from air_lightning.checkpoint.catalog import (
     CheckpointRecord,
     find_latest_valid,
@@ -21,8 +24,16 @@ from air_lightning.checkpoint.catalog import (
     remove_checkpoint,
     verify_checkpoint,
 )
+from air_lightning.checkpoint.clone import clone
 from air_lightning.checkpoint.dcp import UCVolumeWriter
-from air_lightning.checkpoint.manifest import MANIFEST, METADATA, Manifest, step_in_name
+from air_lightning.checkpoint.manifest import (
+    MANIFEST,
+    METADATA,
+    FileRecord,
+    Manifest,
+    step_in_name,
+)
+from air_lightning.checkpoint.order import as_published
 from air_lightning.errors import (
     AirError,
     CheckpointError,
@@ -106,6 +117,42 @@ def test_ties_go_to_the_later_one(tmp_path: Path) -> None:
     make(tmp_path, "z-first", step=5, time=1.0)
     later = make(tmp_path, "a-second", step=5, time=2.0)
     assert find_latest_valid(tmp_path) == later
+
+
+@pytest.mark.parametrize(("first", "second"), [("x", "x.alt"), ("x.alt", "x")])
+@pytest.mark.parametrize("step", [3, 1])
+def test_of_two_saves_of_one_path_the_later_is_newest(
+    tmp_path: Path, first: str, second: str, step: int
+) -> None:
+    """Between <path> and <path>.alt the time decides, whatever their steps; among others, steps."""
+    make(tmp_path, first, step=3, time=1.0)
+    later = make(tmp_path, second, step=step, time=2.0)
+    assert attempt.newest(f"{tmp_path}/x", None) == later
+    assert attempt.choose(f"{tmp_path}/x", None) == f"{tmp_path}/{first}"
+    assert find_latest_valid(tmp_path) == later
+    make(tmp_path, "other", step=2, time=3.0)
+    wanted = [second, first, "other"] if step == 3 else ["other", second, first]
+    assert named(list_checkpoints(tmp_path)) == wanted
+    assert find_latest_valid(tmp_path) == f"{tmp_path}/{wanted[0]}"
+    assert first in named(prune_checkpoints(tmp_path, keep_last=1))
+
+
+def test_a_torn_later_save_of_a_path_replaces_nothing(tmp_path: Path) -> None:
+    """While what was saved last is damaged, the save before it counts, with its own step."""
+    sound = make(tmp_path, "x", step=3, time=1.0)
+    make(tmp_path, "other", step=2, time=1.0)
+    short_shard(make(tmp_path, "x.alt", step=1, time=2.0))
+    assert find_latest_valid(tmp_path) == attempt.newest(sound, None) == sound
+    assert named(list_checkpoints(tmp_path)) == ["x", "other", "x.alt"]
+
+
+def test_without_times_the_step_decides_between_two_saves_of_a_path() -> None:
+    """Where one of the two has no time, the higher step is the later, and of two alike the alt."""
+    records = [CheckpointRecord("x", step=2, time=9.0), CheckpointRecord("x.alt", step=3)]
+    assert as_published(records)[-1].path == "x.alt"
+    assert as_published(reversed(records))[-1].path == "x.alt"
+    alike = [CheckpointRecord("x", step=2), CheckpointRecord("x.alt", step=2)]
+    assert as_published(alike)[-1].path == "x.alt"
 
 
 def no_marker(path: str) -> None:
@@ -316,6 +363,88 @@ def test_pruning_refuses_to_keep_nothing(tmp_path: Path, options: dict[str, Any]
     """keep_last=0 would delete the newest checkpoint; it is refused with the value."""
     with pytest.raises(InvalidArgumentError, match="=0 was given"):
         prune_checkpoints(tmp_path, **options)
+
+
+def make_small(root: Path, name: str, step: int, links: int = 0, twins: int = 0) -> list[str]:
+    """A checkpoint of almost no bytes, with symbolic links and hard-linked copies; all names."""
+    path = root / name
+    path.mkdir(parents=True)
+    (path / "__0_0.distcp").write_bytes(b"x")
+    (path / MANIFEST).write_bytes(
+        Manifest({"__0_0.distcp": FileRecord(1, None)}, global_step=step).to_bytes()
+    )
+    (path / METADATA).write_bytes(b"m")
+    for number in range(twins):
+        clone(str(path), f"{path}.twin{number}")
+    for number in range(links):
+        os.symlink(name, f"{path}.link{number}")
+    return [
+        name,
+        *(f"{name}.twin{number}" for number in range(twins)),
+        *(f"{name}.link{number}" for number in range(links)),
+    ]
+
+
+@pytest.mark.parametrize("second", ["link", "twin"])
+def test_two_names_of_one_checkpoint_count_once(tmp_path: Path, second: str) -> None:
+    """What save_last adds, a link or a copy that shares the files, neither counts nor goes."""
+    for step in (1, 2):
+        make(tmp_path, f"step_{step}", step=step)
+    newest = make(tmp_path, "step_3", step=3)
+    if second == "link":
+        os.symlink("step_3", tmp_path / "last.ckpt")
+    else:
+        clone(newest, str(tmp_path / "last.ckpt"))
+    assert named(prune_checkpoints(tmp_path, keep_last=2)) == ["step_1"]
+    assert named(prune_checkpoints(tmp_path, keep_last=1)) == ["step_2"]
+    assert sorted(os.listdir(tmp_path)) == ["last.ckpt", "step_3"]
+    assert verify_checkpoint(tmp_path / "last.ckpt", deep=True).step == 3
+
+
+def test_a_link_to_plain_dcp_counts_with_what_it_leads_to(tmp_path: Path) -> None:
+    """Where only names tell steps, a link without one has the step of its checkpoint."""
+    for step in (1, 2):
+        make_plain(tmp_path, f"step_{step}")
+    os.symlink("step_2", tmp_path / "last")
+    assert named(prune_checkpoints(tmp_path, keep_last=1)) == ["step_1"]
+    assert sorted(os.listdir(tmp_path)) == ["last", "step_2"]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    checkpoints=st.lists(st.tuples(st.integers(0, 2), st.integers(0, 2)), min_size=1, max_size=5),
+    elsewhere=st.booleans(),
+    keep_last=st.integers(1, 4),
+    keep_every=st.none() | st.integers(1, 3),
+)
+def test_pruning_keeps_or_deletes_all_names_of_a_checkpoint(
+    tmp_path_factory: pytest.TempPathFactory,
+    checkpoints: list[tuple[int, int]],
+    elsewhere: bool,
+    keep_last: int,
+    keep_every: int | None,
+) -> None:
+    """Each checkpoint counts once, whatever its names; a link to elsewhere counts for none."""
+    base = tmp_path_factory.mktemp("prune")
+    root = base / "root"
+    names = {
+        step: make_small(root, f"c{step}", step, links, twins)
+        for step, (links, twins) in enumerate(checkpoints)
+    }
+    if elsewhere:
+        make_small(base, "outside", 99)
+        os.symlink(base / "outside", root / "outside.link")
+    steps = sorted(names, reverse=True)
+    kept = {s for s in steps if s in steps[:keep_last] or (keep_every and s % keep_every == 0)}
+    wanted = sorted(name for step in names if step not in kept for name in names[step])
+    before = sorted(os.listdir(root))
+    options: dict[str, Any] = {"keep_last": keep_last, "keep_every": keep_every}
+    assert sorted(named(prune_checkpoints(root, dry_run=True, **options))) == wanted
+    assert sorted(os.listdir(root)) == before
+    assert sorted(named(prune_checkpoints(root, **options))) == wanted
+    assert sorted(os.listdir(root)) == sorted(set(before) - set(wanted))
+    for left in os.listdir(root):
+        assert verify_checkpoint(root / left).valid
 
 
 def test_removing_takes_directories_and_files(tmp_path: Path) -> None:

@@ -112,6 +112,21 @@ def test_exit_codes_tell_usage_from_storage(
     assert "AIR_VOLUMES_ROOT" in capsys.readouterr().err
 
 
+def test_export_to_where_nothing_can_be_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The message names OUT as it was given, and what to do; exit code 3."""
+    if not os.path.exists("/proc/self"):
+        pytest.skip("needs /proc")
+    value = {"state_dict": {"w": torch.ones(3)}}
+    dcp.save(value, storage_writer=UCVolumeWriter(tmp_path / "c"))
+    for name in ("x.ckpt", "x.safetensors"):
+        assert main(["export", str(tmp_path / "c"), f"/proc/{name}"]) == 3
+        error = capsys.readouterr().err
+        assert error.startswith(f"air-lightning: Could not create /proc/{name}: ")
+        assert "a place that can be written" in error
+
+
 @pytest.mark.parametrize("command", [["ls"], ["latest"], ["prune", "--keep-last=9", "--dry-run"]])
 def test_listing_commands_load_no_torch(root: Path, command: list[str]) -> None:
     """ls, latest and prune start without torch, lightning and mlflow."""

@@ -17,6 +17,7 @@ from air_lightning.data.dataset import UCVolumeDataset
 from air_lightning.data.manifest import write_manifest
 from air_lightning.data.stream import Checkpointable, Grid, set_worker
 from air_lightning.errors import (
+    AirError,
     EmptyVolumeError,
     FileChangedError,
     FileVanishedError,
@@ -134,6 +135,41 @@ def test_a_state_resumes_at_the_very_file(volume, shuffle, stop):
     assert delivered == expected
     assert len(list(third)) == 9
     assert third.epoch == 3
+
+
+def test_an_iterator_that_is_never_used_takes_no_position(volume):
+    """It is the next one's, and state_dict() goes on telling it; an epoch that is over stays so."""
+    volume.write(6)
+    dataset = UCVolumeDataset(volume.path)
+    state = {"version": 1, "delivered": 4, "rank": 0, "worker_id": 0, "epoch": 2}
+    dataset.load_state_dict(state)
+    for _ in range(2):
+        iter(dataset).close()
+        assert dataset.state_dict()["delivered"] == 4
+    assert [read(path) for path in dataset] == ["0002", "0005"]
+    assert len(list(dataset)) == 6
+    assert dataset.epoch == 4
+
+
+def test_a_child_that_goes_on_with_its_parents_iterator_is_told_so(volume):
+    """At once, even where bad files are skipped; the parent goes on undisturbed."""
+    names = volume.write(30)
+    passing = iter(UCVolumeDataset(volume.path, read_ahead=8, on_error="skip"))
+    next(passing)
+    read_end, write_end = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            next(passing)
+        except AirError as error:
+            os.write(write_end, str(error).encode())
+        finally:
+            os._exit(0)
+    os.close(write_end)
+    with open(read_end, "rb") as said:
+        assert b"went on with an iterator that its parent" in said.read()
+    os.waitpid(pid, 0)
+    assert len(list(passing)) == len(names) - 1
 
 
 def test_resuming_touches_no_file_of_the_prefix(volume):
@@ -337,6 +373,26 @@ def test_a_long_run_of_bad_files_is_skipped_while_there_are_good_ones(volume, ba
     resumed = make()
     resumed.load_state_dict({"version": 1, "delivered": bad[30], "rank": 0, "worker_id": 0})
     assert len(list(resumed)) == 100 - bad[30]
+
+
+def test_one_good_file_is_enough_after_a_resume(volume):
+    """Far behind, it is what was delivered last; a state keeps its place, checked."""
+    names = volume.write(61, folders=1)
+    for name in names[1:]:
+        volume.put(name, b"bad")
+
+    def make():
+        return UCVolumeDataset(volume.path, on_error="skip").map(lambda path: int(read(path)))
+
+    first, second = make(), make()
+    passing = iter(first)
+    head = [next(passing) for _ in range(40)]
+    state = first.state_dict()
+    second.load_state_dict(state)
+    assert head + list(second) == [0] * 61
+    with pytest.raises(StateError, match="good=61"):
+        make().load_state_dict({**state, "good": 61})
+    passing.close()
 
 
 def test_skipping_ends_where_every_file_is_bad(volume):

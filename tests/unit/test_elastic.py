@@ -423,6 +423,11 @@ def test_one_rank_of_several_is_not_enough(folders):
         Run(folders).loader().load_state_dict(two_ranks(folders)[0])
 
 
+def many(workers: int, files: int) -> list[Any]:
+    """The record of one rank's grid, of so many workers that delivered so many files each."""
+    return [{"world_size": 1, "num_workers": workers, "delivered": [[1, [[workers, files]]]]}]
+
+
 def altered(states: list[State], rank: int, **change: Any) -> list[State]:
     """The states, with that of one rank changed."""
     return [{**s, **(change if s["rank"] == rank else {})} for s in states]
@@ -453,6 +458,14 @@ def altered(states: list[State], rank: int, **change: Any) -> list[State]:
         ),
         (lambda states: altered(states, 0, before=[5]), "malformed record"),
         (lambda states: [5, *states], "A int was given"),
+        (lambda states: [states[0], {**states[1], "rank": [1]}], r"rank=\[1\]"),
+        (lambda states: altered(states, 1, order=[1]), r"order=\[1\]"),
+        (lambda states: altered(states, 1, batches=2**63), "malformed"),
+        (lambda states: altered(states, 1, items={"0": 2**63}), "malformed"),
+        (lambda states: [{**s, "num_workers": 10**30} for s in states], "num_workers=10{30}"),
+        (lambda states: [{**s, "world_size": 10**30} for s in states], "world_size=10{30}"),
+        (lambda states: altered(states, 1, before=many(2, 2**63)), "malformed record"),
+        (lambda states: altered(states, 1, before=many(10**30, 1)), "malformed record"),
     ],
 )
 def test_states_that_do_not_belong_together_are_refused(folders, change, said):
@@ -475,6 +488,13 @@ def test_another_order_or_list_is_refused(folders, options, said):
     """What is left is meant in the order of the checkpoint: another seed or list is refused."""
     with pytest.raises(StateError, match=said):
         Run(folders, **options).loader().load_state_dict(two_ranks(folders))
+
+
+def test_what_pads_or_cuts_may_not_change_on_the_same_grid(folders):
+    """Streams that go on are as long as they were: another uneven= is refused at once."""
+    state = Run(folders).go_on((1, 0), [], [2])[0]
+    with pytest.raises(StateError, match="'uneven': 'keep'.*'uneven': 'pad'"):
+        Run(folders, uneven="pad").loader().load_state_dict(state)
 
 
 def test_what_pads_or_cuts_may_change_with_the_grid(folders):

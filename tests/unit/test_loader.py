@@ -877,3 +877,17 @@ def test_drop_last_that_leaves_nothing_is_refused(volume):
         iter(loader)
     loader = DataLoader(UCVolumeDataset(volume.path), batch_size=4, num_workers=1, drop_last=True)
     assert len(list(loader)) == 1
+
+
+def test_an_abandoned_pass_in_batches_of_another_size_is_begun_again():
+    """More batches than the length of this size were consumed; the epoch is not over for that."""
+    first = loader_of(Numbers(24), batch_size=1)
+    iterator = iter(first)
+    for _ in range(10):
+        next(iterator)
+    loader = loader_of(Numbers(24), batch_size=4)
+    with pytest.warns(UserWarning, match="batch_size=1"):
+        loader.load_state_dict(first.state_dict())
+    next(iter(loader))
+    assert next(iter(loader)) == [0, 1, 2, 3]
+    assert loader.epoch == 0

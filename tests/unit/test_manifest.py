@@ -100,7 +100,7 @@ def test_what_was_packed_is_unpacked(names, data):
     ordered = sorted(names)
     count = len(ordered)
     sizes = data.draw(st.lists(st.integers(-1, 2**62), min_size=count, max_size=count))
-    files = FileList(ordered, sizes, [float(size) for size in sizes])
+    files = FileList(ordered, sizes, [min(float(size), 1e12) for size in sizes])
     header, listing = unpack(b"".join(pack(files, {"root": "r", "pattern": None})), "here")
     again = FileList(listing.names, listing.sizes, listing.mtimes)
     assert (header["root"], header["count"]) == ("r", count)
@@ -140,6 +140,19 @@ def test_a_name_that_leaves_the_directory_is_refused(name):
     files = FileList(sorted([b"good", name.encode()]), [1, 1], [0.0, 0.0])
     with pytest.raises(ManifestError, match="here lists .*(relative paths|NUL)"):
         unpack(b"".join(pack(files, {"root": "r"})), "here")
+
+
+@pytest.mark.parametrize(
+    ("size", "mtime"),
+    [(1, float("inf")), (1, -float("inf")), (1, 1e300), (-5, 0.0)],
+)
+def test_sizes_and_times_that_cannot_be_are_refused(size, mtime):
+    """No file has them, and none could be given them; a time that is not known is a NaN."""
+    packed = b"".join(pack(FileList([b"a", b"b"], [1, size], [0.0, mtime]), {"root": "r"}))
+    with pytest.raises(ManifestError, match=f"'b' with {size} bytes"):
+        unpack(packed, "here")
+    known = FileList([b"a"], [1], [float("nan")])
+    assert unpack(b"".join(pack(known, {"root": "r"})), "here")[1].names == [b"a"]
 
 
 def test_names_that_are_not_in_order_are_refused():

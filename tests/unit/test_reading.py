@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch.distributed.checkpoint.planner import LoadPlan
 
 from air_lightning.checkpoint.dcp import UCVolumeReader, UCVolumeWriter
-from air_lightning.checkpoint.envelope import envelope, is_plain, raw_bytes
+from air_lightning.checkpoint.envelope import _untouched, envelope, is_plain, raw_bytes
 from air_lightning.checkpoint.inplace import InPlace, in_place
 from air_lightning.checkpoint.manifest import MANIFEST, Checksum
 from air_lightning.checkpoint.planner import LoadPlanner, load, save
@@ -83,6 +83,21 @@ def test_an_envelope_costs_no_memory() -> None:
         pytest.skip("this machine promises no 8 GB")
     assert around.nbytes == 8 << 30
     assert _resident() - before < 100 << 20
+
+
+def test_an_envelope_costs_no_memory_in_a_deterministic_run() -> None:
+    """Where torch is told to fill new memory, the one behind an envelope stays as untouched."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        before = _resident()
+        around = envelope(torch.float32, (128 << 20,))
+        held = _untouched(torch.int8, (512 << 20,), None)
+        assert held is not None
+        assert _resident() - before < 100 << 20
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert around is not None
+    assert around.nbytes == 512 << 20
 
 
 def _resident() -> int:

@@ -2,6 +2,7 @@
 
 import os
 import pathlib
+import pickle
 import subprocess
 import sys
 import textwrap
@@ -16,9 +17,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from air_lightning.checkpoint.dcp import UCVolumeReader, UCVolumeWriter
+from air_lightning.checkpoint.manifest import MANIFEST, METADATA
 from air_lightning.checkpoint.saver import AsyncSaver
 from air_lightning.checkpoint.state import optimizer_names, read_checkpoint, to_entries
-from air_lightning.errors import InvalidArgumentError, SaveFailedError
+from air_lightning.errors import CorruptCheckpointError, InvalidArgumentError, SaveFailedError
 from ranks import run_ranks
 
 
@@ -75,6 +77,29 @@ def test_save_returns_before_it_is_published(tmp_path, saver):
     assert _read(tmp_path / "c")[1] == {"rank": 0, "value": 1.0}
     assert saver.stats[0].published
     assert saver.stats[0].bytes > 4000
+
+
+def test_an_index_that_claims_exabytes_of_an_optimizer_is_corrupt(tmp_path, saver):
+    """A shape that no memory holds is an error of ours also where no live tensor has its own."""
+    net = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(net.parameters())
+    net(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    checkpoint = {"state_dict": net.state_dict(), "optimizer_states": [optimizer.state_dict()]}
+    names = [optimizer_names(net.named_parameters(), optimizer)]
+    entries = to_entries(checkpoint, optimizer_names=names, rank=0, rank_blob={})
+    saver.save(entries, lambda: UCVolumeWriter(tmp_path / "c"))
+    saver.wait()
+    assert _read(tmp_path / "c")[0]["optimizer_states"]
+    (tmp_path / "c" / MANIFEST).unlink()  # which would find the change first
+    index = tmp_path / "c" / METADATA
+    metadata = pickle.loads(index.read_bytes())
+    key = next(key for key in metadata.state_dict_metadata if key.endswith("weight.exp_avg"))
+    entry = metadata.state_dict_metadata[key]
+    entry.size = entry.chunks[0].sizes = torch.Size((1 << 20, 1 << 36))
+    index.write_bytes(pickle.dumps(metadata))
+    with pytest.raises(CorruptCheckpointError, match="exp_avg of shape"):
+        _read(tmp_path / "c")
 
 
 def test_changes_after_save_returned_are_not_saved(tmp_path, saver):

@@ -76,11 +76,17 @@ def _save_unlike(folder: str) -> None:
         save({**common, **own, **blob}, writer, process_group=group, no_dist=False)
         listed = own_share({**common, **own}, group)
         assert len(listed) == (21 if own else 10)
+    lone = {"state_dict.statistics": torch.ones(9)} if rank == 0 else {}
+    listed = own_share({**common, **lone}, group, unshared=set(lone))
+    assert len(listed) == 10 + len(lone)
     dist.destroy_process_group()
 
 
 def test_ranks_that_hold_unlike_tensors_lose_none(tmp_path: Path) -> None:
-    """Whether or not two ranks hold the same tensors, all of them are in the checkpoint once."""
+    """Whether or not two ranks hold the same tensors, all of them are in the checkpoint once.
+
+    What is known to be one rank's alone does not keep them from sharing the rest.
+    """
     log = tmp_path / "log"
     status = run_ranks(_save_unlike, str(tmp_path), world_size=2, log=log)
     assert status == [0, 0], log.read_text()

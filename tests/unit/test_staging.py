@@ -178,3 +178,15 @@ def test_dense_is_told_from_overlapping_and_gapped():
     assert is_dense(torch.empty(2, 1, 4).transpose(0, 1))
     assert not is_dense(torch.empty(4, 4)[:, :2])
     assert not is_dense(torch.empty(1, 4).expand(3, 4))
+
+
+def test_copies_are_on_the_cpu_whatever_the_default_device():
+    """Under torch.set_default_device, empty and other tensors are staged in CPU memory."""
+    entries = {"a": torch.arange(12.0).reshape(3, 4).T, "none": torch.empty(0, 3)}
+    torch.set_default_device("meta")
+    try:
+        staged = Stager().stage(entries)
+    finally:
+        torch.set_default_device(None)
+    assert [staged[key].device.type for key in entries] == ["cpu", "cpu"]
+    assert torch.equal(staged["a"], entries["a"])

@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from air_lightning.checkpoint import planner
 from air_lightning.checkpoint.dcp import UCVolumeReader, UCVolumeWriter
+from air_lightning.checkpoint.export import export_checkpoint
 from air_lightning.checkpoint.state import optimizer_names, read_checkpoint, to_entries
 from air_lightning.errors import (
     CheckpointMismatchError,
@@ -184,14 +185,52 @@ def test_moments_are_entries_by_parameter_name(tmp_path):
     assert set(entries) == moments | model | {"air.trainer", "air.rank.0"}
 
 
-def test_other_ranks_save_only_shared_tensors_and_their_own_blob():
-    """Rank 3 gives the same tensor keys as rank 0, its own blob, and no trainer blob."""
+def test_other_ranks_save_what_all_hold_alike_and_their_own_blob():
+    """Rank 3 gives its blob, the parameters that are equal on all ranks, and their moments."""
     net = _Net()
-    options = {"optimizer_names": [], "rank_blob": {}}
-    zero = to_entries(_checkpoint(net), rank=0, **options)
-    three = to_entries(_checkpoint(net), rank=3, **options)
-    assert set(zero) - set(three) == {"air.trainer", "air.rank.0"}
+    optimizer = torch.optim.AdamW(net.parameters())
+    _train(net, optimizer)
+    alike = dict(net.named_parameters())
+    own = alike.popitem()[0]
+    names = [optimizer_names(net.named_parameters(), optimizer)]
+    options = {"optimizer_names": names, "rank_blob": {}, "alike": alike}
+    zero = to_entries(_checkpoint(net, optimizer), rank=0, **options)
+    three = to_entries(_checkpoint(net, optimizer), rank=3, **options)
+    assert set(zero) - set(three) == {"air.trainer", "air.rank.0"} | zero.unshared
     assert set(three) - set(zero) == {"air.rank.3"}
+    assert not three.unshared
+    moments = [f"optimizer_states.0.state.{own}.{name}" for name in ("exp_avg", "exp_avg_sq")]
+    buffers = [f"state_dict.{name}" for name, _ in net.named_buffers()]
+    assert zero.unshared == {f"state_dict.{own}", *moments, *buffers}
+
+
+def test_a_default_device_has_no_part_in_it(tmp_path):
+    """Under torch.set_default_device a state is saved, read and exported as ever, on the CPU."""
+    net = _Net()
+    optimizer = torch.optim.AdamW(net.parameters())
+    _train(net, optimizer)
+    names = [optimizer_names(net.named_parameters(), optimizer)]
+    checkpoint = _checkpoint(net, optimizer)
+    torch.set_default_device("meta")
+    try:
+        _save(tmp_path / "c", checkpoint, names)
+        got, _ = _read(tmp_path / "c")
+        exported = export_checkpoint(tmp_path / "c", tmp_path / "o.ckpt")
+    finally:
+        torch.set_default_device(None)
+    _assert_equal(got, _file(checkpoint))
+    _assert_equal(torch.load(exported, weights_only=True)["state_dict"], got["state_dict"])
+
+
+def test_weights_that_were_exchanged_before_a_save_are_rank_0s():
+    """A value that is not the live parameter, as a callback of rank 0 may put, is not shared."""
+    net = _Net()
+    checkpoint = _checkpoint(net)
+    name = next(name for name, _ in net.named_parameters())
+    checkpoint["state_dict"][name] = checkpoint["state_dict"][name] * 2
+    options = {"optimizer_names": [], "rank_blob": {}, "alike": dict(net.named_parameters())}
+    assert f"state_dict.{name}" in to_entries(checkpoint, rank=0, **options).unshared
+    assert f"state_dict.{name}" not in to_entries(checkpoint, rank=1, **options)
 
 
 def test_checkpoint_is_not_changed_by_saving():

@@ -56,6 +56,27 @@ def test_what_is_written_is_read(storage):
     assert not storage.exists("a/b.bin/c")
 
 
+@pytest.mark.parametrize("root", ["/proc", "/proc/nothing/below"])
+def test_a_file_system_that_makes_no_files_is_named(root):
+    """Where nothing can be made, the error has the name given, not that of a temporary file."""
+    if not os.path.exists("/proc/self"):
+        pytest.skip("needs /proc")
+    storage = open_storage(root, allow_local=True)
+
+    def stream():
+        with storage.open_write("x.bin") as file:
+            file.write(b"1")
+
+    for write in (stream, lambda: storage.write_bytes("x.bin", b"1")):
+        with pytest.raises(StorageError, match=f"{root}/x.bin: .*a place that can be") as caught:
+            write()
+        assert ".tmp" not in str(caught.value)
+        assert caught.value.errno == errno.ENOENT
+    if root != "/proc":
+        with pytest.raises(StorageError, match=f"create {root}: .*a place that can be"):
+            storage.make_root()
+
+
 def test_parts_of_a_file_go_straight_into_memory(storage):
     """Views are filled one after the other, many at once, and short only at the file's end."""
     content = os.urandom(5000)

@@ -1,5 +1,6 @@
 """Turns: of the downloads that wait, the one whose batch is needed first starts first."""
 
+import contextlib
 import os
 import threading
 import time
@@ -9,7 +10,15 @@ import pytest
 from air_lightning.data.ahead import ReadAhead
 from air_lightning.data.cache import FileCache
 from air_lightning.data.listing import take_listing
-from air_lightning.data.turns import FIRST_SLOTS, MAX_BYTES, Turns, current_turn, take_part
+from air_lightning.data.turns import (
+    ALWAYS,
+    FIRST_BYTES,
+    FIRST_SLOTS,
+    MAX_BYTES,
+    Turns,
+    current_turn,
+    take_part,
+)
 from air_lightning.errors import StorageError
 from air_lightning.volumes.storage import open_storage
 from ranks import run_ranks
@@ -78,18 +87,60 @@ def test_slots_grow_with_what_arrives():
         download.__exit__(None, None, None)
 
 
+@contextlib.contextmanager
+def on_their_way(turn, *sizes):
+    """Downloads of these sizes."""
+    with contextlib.ExitStack() as stack:
+        yield [stack.enter_context(turn.under_way(size)) for size in sizes]
+
+
 def test_large_files_take_turns_by_their_bytes():
-    """What is not needed yet leaves room for what is; one file may always be on its way."""
+    """What is not needed yet leaves room for what is."""
     turns = Turns(2, 8)
     first, second = turns.turn(0, 0), turns.turn(1, 0)
-    assert starts_within(first, 0, 10 * MAX_BYTES)
-    with first.under_way(MAX_BYTES):
-        assert not starts_within(first, 0, 1)
+    with on_their_way(first, FIRST_BYTES - 10, *[0] * (ALWAYS - 1)):
         turns._rows[0, 0] = 0  # the first worker waits
-        assert not starts_within(second, 1, 1)
-    with first.under_way(MAX_BYTES - 10):
         assert not starts_within(second, 1, 6)
         assert starts_within(second, 1, 5)
+        with on_their_way(first, 10):
+            assert not starts_within(first, 0, 1)
+            turns._rows[0, 0] = 0
+            assert not starts_within(second, 1, 1)
+
+
+@pytest.mark.parametrize("workers", [2, 12])
+def test_a_few_downloads_may_always_be_on_their_way(workers):
+    """Eight, or one for each worker, however large: a store may limit the speed of each."""
+    turns = Turns(workers, 8)
+    turn = turns.turn(0, 0)
+    with on_their_way(turn, *[MAX_BYTES] * (max(8, workers) - 1)):
+        assert starts_within(turn, 0, MAX_BYTES)
+        with turn.under_way(1):
+            assert not starts_within(turn, 0, 1)
+
+
+def test_the_bytes_on_their_way_grow_with_what_arrives():
+    """Slower than what arrives, and up to a limit."""
+    turn = Turns(1, 8).turn(0, 0)
+    for arrived, limit in [(400, FIRST_BYTES + 100), (100 * MAX_BYTES, MAX_BYTES)]:
+        with turn.under_way(arrived):
+            pass
+        with on_their_way(turn, limit - 1, *[0] * ALWAYS):
+            assert starts_within(turn, 0, 1)
+            with turn.under_way(1):
+                assert not starts_within(turn, 0, 1)
+
+
+def test_a_size_that_is_learned_on_the_way_counts_from_then_on():
+    """A listing that tells no sizes leaves no more on their way than one that does."""
+    turn = Turns(1, 8).turn(0, 0)
+    with on_their_way(turn, *[0] * ALWAYS) as corrections:
+        assert starts_within(turn, 0, 1)
+        corrections[0](FIRST_BYTES)
+        assert not starts_within(turn, 0, 1)
+        corrections[0](FIRST_BYTES - 1)
+        assert starts_within(turn, 0, 1)
+    assert turn._rows.sum(axis=0).tolist()[1:3] == [0, 0]
 
 
 def test_a_dead_workers_row_holds_nobody_up_for_good():
@@ -156,6 +207,53 @@ def test_a_download_that_stands_still_is_an_error_at_its_own_file(volume, tmp_pa
             ahead.take().close()
     go_on.set()
     ahead.close()
+
+
+class RereadingStorage:
+    """A storage that has all of a file's bytes written, and writes them once more, slowly."""
+
+    def __init__(self, storage) -> None:
+        self._storage = storage
+
+    def __getattr__(self, name):
+        return getattr(self._storage, name)
+
+    def download(self, info, destination):
+        size = self._storage.download(info, destination)
+        with open(destination, "r+b", buffering=0) as file:
+            for _ in range(25):
+                time.sleep(0.04)
+                file.write(file.read(1))
+                file.seek(0)
+        return size
+
+
+def test_bytes_that_are_read_once_more_are_no_standstill(volume, tmp_path):
+    """They lie where bytes lay already, and still they came."""
+    volume.write(1)
+    storage = RereadingStorage(open_storage(volume.path))
+    (tmp_path / "cache").mkdir()
+    cache = FileCache(storage, str(tmp_path / "cache"), 0)
+    ahead = ReadAhead(cache, take_listing(storage, None), range(1), depth=1, stall_s=0.3)
+    ahead.take().close()
+    ahead.close()
+
+
+def test_a_pass_whose_downloads_hang_is_closed_once(volume, tmp_path):
+    """The threads are waited for by the first close() only, not again by the iterator's end."""
+    names = volume.write(2)
+    go_on = threading.Event()
+    storage = StuckStorage(open_storage(volume.path), names[1], go_on)
+    (tmp_path / "cache").mkdir()
+    cache = FileCache(storage, str(tmp_path / "cache"), 0)
+    ahead = ReadAhead(cache, take_listing(storage, None), range(2), depth=1)
+    ahead.take().close()
+    ahead.close()
+    closed = time.monotonic()
+    ahead.close()
+    del ahead
+    assert time.monotonic() - closed < 1
+    go_on.set()
 
 
 def test_a_pass_that_was_begun_and_dropped_leaves_no_thread(volume, tmp_path):

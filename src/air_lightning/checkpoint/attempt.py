@@ -8,7 +8,7 @@ A writer that overwrites must first make the old checkpoint none; killed then, n
     save     ...
     settle   after publication: the other one is deleted, and ``<path>.alt`` is renamed to
              ``<path>`` where directories can be renamed; elsewhere it keeps its name
-    newest   what loading ``<path>`` means: of the two, the complete one with the higher step
+    newest   what loading ``<path>`` means: of the two, the complete one that was published last
 """
 
 import contextlib
@@ -16,26 +16,19 @@ import os
 from typing import Any
 
 from air_lightning.checkpoint.catalog import CheckpointRecord, remove_checkpoint, verify_checkpoint
+from air_lightning.checkpoint.order import SUFFIX, as_published, both
 from air_lightning.errors import AirError, CheckpointError, SaveFailedError
 from air_lightning.volumes import path as paths
 from air_lightning.volumes.storage import open_storage
 
-_SUFFIX = ".alt"
-
-
-def both(path: str) -> tuple[str, str]:
-    """The two names that a checkpoint of this path may have."""
-    return path, path + _SUFFIX
-
 
 def choose(path: str, options: dict[str, Any] | None) -> str:
     """The name that a save to ``path`` may write to: of the two, never the newest complete one."""
-    records = [_complete(name, options) for name in both(path)]
-    if records[0] is None:
-        return path
-    if records[1] is None:
-        return path + _SUFFIX
-    return min((record for record in records if record), key=_step).path
+    found = _complete_ones(path, options)
+    if len(found) > 1:
+        return found[0].path
+    first, second = both(path)
+    return second if found and found[0].path == first else first
 
 
 def require_place(path: str, options: dict[str, Any] | None) -> None:
@@ -55,7 +48,7 @@ def require_place(path: str, options: dict[str, Any] | None) -> None:
 
 def settle(written: str, options: dict[str, Any] | None) -> None:
     """Give a published checkpoint the place of the one that it replaces."""
-    path = written.removesuffix(_SUFFIX)
+    path = written.removesuffix(SUFFIX)
     for name in both(path):
         if name != written:
             remove_checkpoint(name, storage_options=options)
@@ -63,13 +56,19 @@ def settle(written: str, options: dict[str, Any] | None) -> None:
     if written != path and local is not None:
         # A volume may refuse to rename; the checkpoint then stays where it is.
         with contextlib.suppress(OSError):
-            os.rename(local, local.removesuffix(_SUFFIX))
+            os.rename(local, local.removesuffix(SUFFIX))
 
 
 def newest(path: str, options: dict[str, Any] | None) -> str:
     """The name under which a checkpoint of ``path`` is; ``path`` itself where there is none."""
-    found = [record for record in (_complete(n, options) for n in both(path)) if record]
-    return max(found, key=_step).path if found else path
+    found = _complete_ones(path, options)
+    return found[-1].path if found else path
+
+
+def _complete_ones(path: str, options: dict[str, Any] | None) -> list[CheckpointRecord]:
+    """What is complete under the two names, the one published last at the end."""
+    records = [_complete(name, options) for name in both(path)]
+    return as_published(record for record in records if record is not None)
 
 
 def _complete(path: str, options: dict[str, Any] | None) -> CheckpointRecord | None:
@@ -77,7 +76,3 @@ def _complete(path: str, options: dict[str, Any] | None) -> CheckpointRecord | N
         return verify_checkpoint(path, storage_options=options)
     except CheckpointError:
         return None
-
-
-def _step(record: CheckpointRecord) -> int:
-    return -1 if record.step is None else record.step

@@ -6,7 +6,8 @@ shard must be, and ``verify_checkpoint(deep=True)`` does the rest. What cannot b
 with a reason, and never an exception: one bad directory must not stop a resume.
 
 Newest means the highest global step recorded in the manifest, else in the directory's name. Times
-of modification only break ties; on object stores they mean little.
+of modification only break ties; on object stores they mean little. Of two saves of one path, the
+later one is newer whatever its step (``order``).
 """
 
 import logging
@@ -23,6 +24,8 @@ from air_lightning.checkpoint.examine import (
     look,
 )
 from air_lightning.checkpoint.manifest import MANIFEST, METADATA, is_missing
+from air_lightning.checkpoint.order import newest_first
+from air_lightning.checkpoint.retention import condemned, is_link
 from air_lightning.errors import CheckpointError, CorruptCheckpointError, InvalidArgumentError
 from air_lightning.volumes import path as paths
 from air_lightning.volumes.storage import open_storage
@@ -63,7 +66,7 @@ def list_checkpoints(
     """
     children = _children(root, storage_options)
     records = _each(examine, _candidates(children, storage_options))
-    return sorted(records, key=_age, reverse=True)
+    return newest_first(records, lambda record: record.valid)
 
 
 def find_latest_valid(
@@ -91,7 +94,7 @@ def find_latest_valid(
         reasons: dict[str, str | None] = {}
         children = _children(root, storage_options)
         candidates = _candidates(children, storage_options)
-        for candidate in sorted(candidates, key=lambda c: _age(c.record), reverse=True):
+        for candidate in _newest_first(candidates):
             if resumable and candidate.record.weights_only:
                 continue
             record = examine(candidate)
@@ -149,6 +152,8 @@ def prune_checkpoints(
     """Delete old and torn checkpoints directly below ``root``.
 
     What is not complete and newer than the newest complete one stays: it may be in the writing.
+    A checkpoint with several names, by symbolic or hard links, counts once, and stays or goes with
+    all of them; a link to a checkpoint elsewhere neither counts nor goes.
 
     Args:
         root: A volume path, an fsspec URL or a local path.
@@ -167,11 +172,12 @@ def prune_checkpoints(
     if keep_every is not None:
         _require_positive("keep_every", keep_every)
     records = list_checkpoints(root, storage_options=storage_options)
-    condemned = _condemned(records, keep_last, keep_every)
+    doomed = condemned(records, keep_last, keep_every)
     if not dry_run:
-        for record in condemned:
+        # Links first: killed half-way, none is left that leads nowhere.
+        for record in sorted(doomed, key=lambda record: not is_link(record.path)):
             remove_checkpoint(record.path, storage_options=storage_options)
-    return condemned
+    return doomed
 
 
 def remove_checkpoint(path: Path, *, storage_options: dict[str, Any] | None = None) -> None:
@@ -223,41 +229,19 @@ def _candidates(children: list[str], options: dict[str, Any] | None) -> list[Can
     return [c for c in _each(lambda child: look(child, options), children) if c is not None]
 
 
+def _newest_first(candidates: list[Candidate]) -> list[Candidate]:
+    by_path = {candidate.record.path: candidate for candidate in candidates}
+    records = [candidate.record for candidate in candidates]
+    ordered = newest_first(records, lambda record: examine(by_path[record.path]).valid)
+    return [by_path[record.path] for record in ordered]
+
+
 def _each(look: Callable[[Any], Any], items: Iterable[Any]) -> list[Any]:
     waiting = list(items)
     if len(waiting) <= 1:
         return [look(item) for item in waiting]
     with ThreadPoolExecutor(min(_LOOKERS, len(waiting)), "air-catalog") as pool:
         return list(pool.map(look, waiting))
-
-
-def _age(record: CheckpointRecord) -> tuple[int, float, str]:
-    step = -1 if record.step is None else record.step
-    return (step, record.time or 0.0, record.path)
-
-
-def _condemned(
-    records: list[CheckpointRecord], keep_last: int, keep_every: int | None
-) -> list[CheckpointRecord]:
-    sound = [record for record in records if record.valid]
-    if not sound:
-        return []
-    kept = {record.path for record in sound[:keep_last]}
-    if keep_every is not None:
-        kept |= {r.path for r in sound if r.step is not None and r.step % keep_every == 0}
-    newest = sound[0]
-    return [
-        record
-        for record in records
-        if record.path not in kept and (record.valid or _is_older(record, newest))
-    ]
-
-
-def _is_older(record: CheckpointRecord, newest: CheckpointRecord) -> bool:
-    """Say whether a torn one is older by step and by time: only then nobody writes it now."""
-    if record.time is None or newest.time is None or record.time >= newest.time:
-        return False
-    return record.step is None or newest.step is None or record.step <= newest.step
 
 
 def _require_positive(name: str, value: object) -> None:

@@ -9,7 +9,7 @@ import contextlib
 import os
 import secrets
 
-from air_lightning.checkpoint.manifest import METADATA, retire
+from air_lightning.checkpoint.manifest import METADATA, is_ours, retire
 from air_lightning.volumes import path as paths
 from air_lightning.volumes.storage import open_storage
 
@@ -49,6 +49,7 @@ def clone(source: str, target: str) -> None:
     assert there is not None
     os.makedirs(there, exist_ok=True)
     retire(open_storage(target, allow_local=True))
-    names = sorted(os.listdir(here), key=lambda name: (name == METADATA, name))
+    ours = [name for name in os.listdir(here) if is_ours(name)]
+    names = sorted(ours, key=lambda name: (name == METADATA, name))
     for name in names:
         os.link(f"{here}/{name}", f"{there}/{name}")

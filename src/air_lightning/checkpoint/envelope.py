@@ -10,6 +10,7 @@ So an envelope is taken from one real ``torch.save`` of such a tensor, and kept:
   pickle is loaded. Whatever is not equal takes the way through ``torch.load``.
 """
 
+import mmap
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import IO, Any, NamedTuple, cast
@@ -61,9 +62,9 @@ def _envelope(
 ) -> Envelope | None:
     try:
         like = _untouched(dtype, shape, stride)
-    except RuntimeError:  # no memory, or a shape that a damaged file tells
+    except (RuntimeError, OSError, OverflowError):  # no memory, or a damaged file's shape
         return None
-    if like.nbytes == 0 or like.untyped_storage().nbytes() != like.nbytes:
+    if like is None:
         return None
     sink = _Sink(like)
     with no_zip_checksums():
@@ -73,11 +74,20 @@ def _envelope(
 
 def _untouched(
     dtype: torch.dtype, shape: tuple[int, ...], stride: tuple[int, ...] | None
-) -> torch.Tensor:
-    """Return a tensor whose memory nobody reads or writes, so that it costs addresses only."""
-    if stride is None:
-        return torch.empty(shape, dtype=dtype)
-    return torch.empty_strided(shape, stride, dtype=dtype)
+) -> torch.Tensor | None:
+    """Return a tensor whose memory nobody reads or writes, so that it costs addresses only.
+
+    None where it has no bytes, or has gaps. ``torch.empty`` would not do: it fills its memory
+    under ``use_deterministic_algorithms``.
+    """
+    like = torch.empty(shape, dtype=dtype, device="meta")
+    if stride is not None:
+        like = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+    if like.nbytes == 0 or like.untyped_storage().nbytes() != like.nbytes:
+        return None
+    memory = mmap.mmap(-1, like.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    storage = torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
+    return torch.empty(0, dtype=dtype, device="cpu").set_(storage, 0, shape, like.stride())
 
 
 class _Sink:
@@ -115,7 +125,7 @@ class _Sink:
 def raw_bytes(tensor: torch.Tensor) -> memoryview:
     """Return the memory of a CPU tensor without gaps, in the order in which it lies."""
     start = tensor.storage_offset() * tensor.element_size()
-    flat = torch.empty(0, dtype=torch.uint8)
+    flat = torch.empty(0, dtype=torch.uint8, device="cpu")
     flat.set_(tensor.untyped_storage(), start, (tensor.nbytes,), (1,))
     return memoryview(cast("bytearray", flat.numpy()))
 

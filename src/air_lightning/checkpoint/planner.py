@@ -11,6 +11,7 @@ import io
 import logging
 import os
 import pickle
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -151,6 +152,7 @@ def save(
     *,
     process_group: dist.ProcessGroup | None,
     no_dist: bool,
+    unshared: Collection[str] = (),
 ) -> None:
     """Save ``entries``; blocks until the checkpoint is published or failed on every rank.
 
@@ -159,13 +161,14 @@ def save(
         writer: A storage writer that was not used before.
         process_group: The ranks that take part; its collectives run on the calling thread.
         no_dist: This process saves alone, whether or not there are others.
+        unshared: Keys that no other rank has; it is quicker to know.
 
     Raises:
         CheckpointException: A rank failed (torch's class: a ``BaseException``).
     """
     planner = SavePlanner()
     if not no_dist:
-        entries = own_share(entries, process_group)
+        entries = own_share(entries, process_group, unshared=unshared)
         dcp_save(entries, storage_writer=writer, planner=planner, process_group=process_group)
         return
     writer.reset()

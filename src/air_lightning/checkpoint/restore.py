@@ -3,7 +3,7 @@
 The promises are those of state.py; ``places.py`` describes the blob.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -83,7 +83,7 @@ def read_checkpoint(
         names = list(checkpoint.get("state_dict") or ())
         compare_models(names, shapes, state_dict, strict=strict, where=where)
     live = {clean(name): tensor for name, tensor in (sharding or state_dict or {}).items()}
-    tensors = {place.key: _target(place, sizes[place.key], live) for place in places}
+    tensors = {place.key: _room(place, sizes[place.key], live, where) for place in places}
     planner = LoadPlanner(weights_only=weights_only)
     load(tensors, reader, planner, process_group=process_group, no_dist=no_dist)
     for place in places:
@@ -93,6 +93,22 @@ def read_checkpoint(
             if path[0] in checkpoint:
                 put(checkpoint, path, scalar.clone())
     return checkpoint, blobs[rank_key(rank)]
+
+
+def read_rank_blobs(
+    reader: StorageReader, ranks: Iterable[int], *, weights_only: bool | None
+) -> list[Any]:
+    """Read what these ranks alone saved, by this process alone; None for a rank without a blob.
+
+    Args:
+        reader: Of the checkpoint's directory.
+        ranks: Whose blobs are wanted.
+        weights_only: As of ``torch.load``; None means True.
+    """
+    blobs: dict[str, Any] = {rank_key(rank): None for rank in ranks}
+    planner = LoadPlanner(weights_only=weights_only, allow_partial_load=True)
+    load(blobs, reader, planner, process_group=None, no_dist=True)
+    return list(blobs.values())
 
 
 def _checked_trainer(content: Any, where: str) -> dict[str, Any]:
@@ -119,6 +135,19 @@ def _tensor_metadata(metadata: Metadata, key: str, where: str) -> TensorStorageM
     return found
 
 
+def _room(
+    place: Place, saved: TensorStorageMetadata, live: Mapping[str, Any], where: str
+) -> torch.Tensor:
+    try:
+        return _target(place, saved, live)
+    except (RuntimeError, MemoryError, OverflowError) as error:
+        raise CorruptCheckpointError(
+            f"{where} tells of a tensor {place.key} of shape {tuple(saved.size)}, for which there "
+            f"is no memory ({str(error).splitlines()[0]}). Unless the model is as large, the "
+            "checkpoint was altered; resume from another one (find_latest_valid)."
+        ) from error
+
+
 def _target(place: Place, saved: TensorStorageMetadata, live: Mapping[str, Any]) -> torch.Tensor:
     """Return an empty tensor to load into."""
     dtype = saved.properties.dtype
@@ -126,8 +155,8 @@ def _target(place: Place, saved: TensorStorageMetadata, live: Mapping[str, Any])
     if isinstance(like, DTensor) and like.shape == saved.size:
         return torch.empty_like(like, dtype=dtype, requires_grad=False)
     if place.stride is not None:
-        return torch.empty_strided(saved.size, place.stride, dtype=dtype)
-    return torch.empty(saved.size, dtype=dtype)
+        return torch.empty_strided(saved.size, place.stride, dtype=dtype, device="cpu")
+    return torch.empty(saved.size, dtype=dtype, device="cpu")
 
 
 def _as_saved(tensor: torch.Tensor, place: Place) -> torch.Tensor:

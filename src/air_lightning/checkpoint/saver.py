@@ -15,7 +15,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
@@ -100,6 +100,7 @@ class AsyncSaver:
         make_writer: Callable[[], StorageWriter],
         *,
         on_published: Callable[[], None] | None = None,
+        unshared: Collection[str] = (),
     ) -> None:
         """Stage ``entries`` and start saving them; every rank calls this for every save.
 
@@ -107,6 +108,7 @@ class AsyncSaver:
             entries: What ``state.to_entries`` returned; may be changed once this returns.
             make_writer: Called in the background; its errors fail the save on every rank.
             on_published: Called in the background once the checkpoint is complete.
+            unshared: Keys that no other rank has.
 
         Raises:
             SaveFailedError: The save before this one failed, or still runs after the timeout.
@@ -125,7 +127,7 @@ class AsyncSaver:
             self._idle.clear()
         threading.Thread(
             target=self._run,
-            args=(staged, make_writer, failure, stats),
+            args=(staged, make_writer, failure, stats, unshared),
             name="air-lightning-save",
             daemon=True,  # exit waits in _at_exit, with a bound; joining would have none
         ).start()
@@ -227,11 +229,12 @@ class AsyncSaver:
         make_writer: Callable[[], StorageWriter],
         failure: BaseException | None,
         stats: SaveStats,
+        unshared: Collection[str],
     ) -> None:
         begun = time.perf_counter()
         error: SaveFailedError | None = None
         try:
-            self._write(staged, self._writer(make_writer, failure))
+            self._write(staged, self._writer(make_writer, failure), unshared)
             stats.published = True
         except BaseException as cause:  # noqa: BLE001 - CheckpointException is no Exception
             error = self._explain(cause)
@@ -240,8 +243,16 @@ class AsyncSaver:
         staged.clear()
         self._follow_up(error)
 
-    def _write(self, staged: dict[str, Any], writer: StorageWriter) -> None:
-        save_entries(staged, writer, process_group=self._process_group, no_dist=self._no_dist)
+    def _write(
+        self, staged: dict[str, Any], writer: StorageWriter, unshared: Collection[str]
+    ) -> None:
+        save_entries(
+            staged,
+            writer,
+            process_group=self._process_group,
+            no_dist=self._no_dist,
+            unshared=unshared,
+        )
 
     def _writer(
         self, make_writer: Callable[[], StorageWriter], failure: BaseException | None

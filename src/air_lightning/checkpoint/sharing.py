@@ -1,14 +1,17 @@
 """Who writes what all ranks hold: agreed by one small collective, before plans are made.
 
-Under DDP each rank holds every tensor. torch's planner lets each rank list them all, sends all
-lists to one rank, and drops the repetitions there: work and memory that grow with ranks times
-tensors. Where all ranks name the same tensors, each can work out for itself which ones it writes.
-Where they do not, as with pipeline stages, or when a rank failed before, torch's way decides.
+Under DDP each rank holds every parameter and its moments. torch's planner lets each rank list them
+all, sends all lists to one rank, and drops the repetitions there: work and memory that grow with
+ranks times tensors. Where all ranks name the same tensors, each can work out for itself which ones
+it writes. Where they do not, or when a rank failed before, torch's way decides.
+
+Either way may choose any rank that lists a tensor. So what differs between ranks (running
+statistics, metrics) has to be listed by one rank alone: ``state.py`` sees to it.
 """
 
 import hashlib
 import heapq
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -19,18 +22,24 @@ _DIGEST = 32
 
 
 def own_share(
-    entries: Mapping[str, Any], process_group: dist.ProcessGroup | None
+    entries: Mapping[str, Any],
+    process_group: dist.ProcessGroup | None,
+    *,
+    unshared: Collection[str] = (),
 ) -> dict[str, Any]:
     """Return what this rank writes; a collective, which every rank of the group takes part in.
 
     Args:
         entries: Flat; the same key on several ranks holds the same value.
         process_group: The ranks that save together.
+        unshared: Keys that no other rank has.
     """
     common = {
         key: value.nbytes
         for key, value in entries.items()
-        if isinstance(value, torch.Tensor) and not isinstance(value, DTensor)
+        if isinstance(value, torch.Tensor)
+        and not isinstance(value, DTensor)
+        and key not in unshared
     }
     if dist.get_world_size(process_group) == 1 or not _all_equal(entries, common, process_group):
         return dict(entries)
@@ -58,6 +67,6 @@ def _all_equal(
         digest.update(f"{key}\0{entries[key].dtype}{tuple(entries[key].shape)}\0".encode())
     own = torch.frombuffer(bytearray(digest.digest()), dtype=torch.uint8)
     world = dist.get_world_size(process_group)
-    found = [torch.zeros(_DIGEST, dtype=torch.uint8) for _ in range(world)]
+    found = [torch.zeros(_DIGEST, dtype=torch.uint8, device="cpu") for _ in range(world)]
     dist.all_gather(found, own, group=process_group)
     return all(torch.equal(one, own) for one in found)

@@ -166,10 +166,11 @@ def _offsets(sources: list[_Source]) -> tuple[list[int], int]:
 def _buffer(like: torch.Tensor, slab: Slab, offset: int) -> torch.Tensor:
     """Return a tensor whose storage is exactly its part of the slab."""
     if like.nbytes == 0:
-        return torch.empty(like.shape, dtype=like.dtype)
+        return torch.empty(like.shape, dtype=like.dtype, device="cpu")
     stride = like.stride() if is_dense(like) else torch.empty(like.shape, device="meta").stride()
     storage = torch.from_numpy(slab[offset : offset + like.nbytes]).untyped_storage()
-    return torch.empty(0, dtype=like.dtype).set_(storage, 0, like.shape, stride)
+    empty = torch.empty(0, dtype=like.dtype, device="cpu")
+    return empty.set_(storage, 0, like.shape, stride)
 
 
 def _copy(sources: list[_Source], buffers: list[torch.Tensor]) -> None:

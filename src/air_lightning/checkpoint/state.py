@@ -8,6 +8,10 @@ is one blob, ``air.trainer``, together with the list of places: which entry belo
 Keys are never parsed, so parameter names may hold dots, and integer ids stay integers. DCP alone
 makes them strings, and AdamW then restores nothing, without an error.
 
+Ranks differ in some of what all of them have: running statistics of BatchNorm, metrics. So rank 0
+gives every tensor, and the others only what is surely equal, and the shards; else a checkpoint
+would mix what belongs to several ranks.
+
 What DCP cannot hold (sparse, quantized, nested and meta tensors, foreign tensor classes) stays in
 the blob, as does the whole state of an optimizer whose ids have no parameter names.
 """
@@ -15,7 +19,7 @@ the blob, as does the whole state of an optimizer whose ids have no parameter na
 import logging
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -29,7 +33,18 @@ from air_lightning.errors import SaveFailedError
 
 __all__ = ["LoadPlanner", "SavePlanner", "SerializedBlob", "read_checkpoint", "to_entries"]
 
-Entries: TypeAlias = dict[str, "torch.Tensor | SerializedBlob"]
+
+class Entries(dict[str, "torch.Tensor | SerializedBlob"]):
+    """Flat entries by key.
+
+    Attributes:
+        unshared: Keys of the plain tensors that this rank alone gives.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unshared: set[str] = set()
+
 
 _DTYPES = frozenset(
     getattr(torch, name)
@@ -74,6 +89,7 @@ def to_entries(
     optimizer_names: Sequence[Mapping[int, str] | None],
     rank: int,
     rank_blob: Mapping[str, Any],
+    alike: Mapping[str, torch.Tensor] | None = None,
 ) -> Entries:
     """Turn a Lightning checkpoint into flat DCP entries.
 
@@ -83,15 +99,17 @@ def to_entries(
         checkpoint: The Trainer's checkpoint dict, which is left unchanged.
         optimizer_names: For each of ``checkpoint["optimizer_states"]`` the parameter name of each
             integer id, or None where there is no such mapping.
-        rank: This process's rank. All ranks give the same tensors; rank 0 alone saves the rest.
+        rank: This process's rank. What ranks hold alike, each of them gives; rank 0 alone the rest.
         rank_blob: What only this rank knows.
+        alike: The live parameters, by name without those of wrappers, that are equal on all ranks,
+            and so their moments.
 
     Returns:
         ``state_dict.<name>``, ``optimizer_states.<i>.state.<parameter>.<name>`` (names without
         those of wrappers), on rank 0 ``air.trainer``, and ``air.rank.<rank>``. A blob that cannot
         be serialized carries its error, which the save then raises on every rank.
     """
-    taker = _Taker()
+    taker = _Taker(alike or {})
     rest = dict(checkpoint)
     if "state_dict" in rest:
         rest["state_dict"] = taker.take_model(rest["state_dict"])
@@ -104,6 +122,10 @@ def to_entries(
     entries: Entries = taker.entries
     if rank == 0:
         entries[TRAINER_KEY] = _trainer_blob(rest, taker)
+    else:
+        for key in entries.unshared:
+            del entries[key]
+        entries.unshared.clear()
     entries[rank_key(rank)] = _serialize(rank_key(rank), dict(rank_blob))
     return entries
 
@@ -111,8 +133,9 @@ def to_entries(
 class _Taker:
     """Takes tensors out of a nested state: entries, their places, and what is left."""
 
-    def __init__(self) -> None:
-        self.entries: Entries = {}
+    def __init__(self, alike: Mapping[str, torch.Tensor]) -> None:
+        self.alike = alike
+        self.entries = Entries()
         self.places: list[Place] = []
         self.scalars: dict[torch.dtype, tuple[list[torch.Tensor], list[Path]]] = {}
 
@@ -152,7 +175,7 @@ class _Taker:
                 self._take(item, f"{key}.{i}", (*path, i), like) for i, item in enumerate(value)
             ]
         # Two dotted names can give one key; the second value then stays in the blob.
-        if not _is_storable(value) or key in self.entries:
+        if not is_storable(value) or key in self.entries:
             return value
         if isinstance(value, DTensor) and any(place.is_partial() for place in value.placements):
             # Each rank holds a summand; DCP would save one rank's.
@@ -164,8 +187,17 @@ class _Taker:
             paths.append(path)
             return None
         self.entries[key] = value
+        if not isinstance(value, DTensor) and not self._is_alike(value, path, like):
+            self.entries.unshared.add(key)
         self.places.append(_place(value, key, path, like))
         return None
+
+    def _is_alike(self, value: torch.Tensor, path: Path, like: str) -> bool:
+        parameter = self.alike.get(like)
+        if parameter is None or path[0] != "state_dict":
+            return parameter is not None
+        # A callback of rank 0 may have put other weights in the parameter's place.
+        return value.data_ptr() == parameter.data_ptr() and value.shape == parameter.shape
 
 
 def _walkable(value: Any) -> bool:
@@ -180,7 +212,8 @@ def _shell(value: dict[Any, Any]) -> dict[Any, Any]:
     return shell
 
 
-def _is_storable(value: Any) -> bool:
+def is_storable(value: Any) -> bool:
+    """Whether a value is a tensor that DCP can hold."""
     if isinstance(value, DTensor):
         return True
     return (

@@ -99,7 +99,7 @@ def _empty(metadata: Metadata, key: str) -> torch.Tensor | None:
     entry = metadata.state_dict_metadata[key]
     if not isinstance(entry, TensorStorageMetadata):
         return None
-    return torch.empty(entry.size, dtype=entry.properties.dtype)
+    return torch.empty(entry.size, dtype=entry.properties.dtype, device="cpu")
 
 
 def _leftovers(state: Any, prefix: str = "") -> dict[str, Any]:

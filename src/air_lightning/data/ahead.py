@@ -3,53 +3,57 @@
 A file's way::
 
     look       in the cache already: leased at once, since a thread would cost more than opening it
-    queue      else a task for this process's threads, in the stream's order
-    turn       the task waits until its batch may be downloaded                       turns.py
+    queue      else a task for this process's threads, in the stream's order          pool.py
     fetch      size and time are asked for where the listing did not give them        cache.py
     take       in order; an error surfaces at its own file, and so does a download that stands still
 
-Threads start in the process that iterates (threads do not survive a fork), as many as there are
-files to wait for, 64 at most.
+What is ahead is held loosely: it goes where another file is needed at once, and what finds no room
+is put off. When its turn comes, such a file is fetched again, and then it takes the room.
 """
 
-import contextlib
+import logging
 import os
-import queue
-import threading
+import resource
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from concurrent.futures import Future, wait
-from typing import NamedTuple
 
-from air_lightning.data.cache import FileCache, Lease, lease_if_whole
+from air_lightning.data.budget import Budget
+from air_lightning.data.cache import FileCache, is_shortage
 from air_lightning.data.counters import bound
+from air_lightning.data.leases import Lease
 from air_lightning.data.listing import FileList
-from air_lightning.data.turns import Turn, current_turn
-from air_lightning.volumes.base import UNKNOWN_SIZE
+from air_lightning.data.pool import Pool, Task
+from air_lightning.data.turns import current_turn
+from air_lightning.errors import AirError
+from air_lightning.volumes.base import UNKNOWN_SIZE, FileInfo
 
-MAX_BYTES = 1 << 30  # bytes of a stream's files that may be on their way at once
+_logger = logging.getLogger("air_lightning")
+
+MAX_BYTES = 1 << 30  # bytes of a stream's files that may be ahead
 MAX_DEPTH = 1024  # files; each one that is ahead takes a file descriptor
 STALL_S = 300.0
 """Seconds without a byte after which a download counts as failed."""
 
-_MAX_THREADS = 64
-_JOIN_S = 5.0
 _LOOK_S = 5.0  # between two looks at a download that is waited for
+_SHARE = 4  # of the files that a process may still open, one in so many is for what is ahead
 
 
-class _Task(NamedTuple):
-    future: "Future[Lease]"
-    action: Callable[[], Lease]
-    batch: int
-    size: int
+class _File:
+    """A file that is ahead: on its way, or seen in the cache and not held yet."""
 
+    __slots__ = ("index", "number", "seen", "task")
 
-class _Ahead(NamedTuple):
-    number: int
-    size: int
-    lease: Lease | None
-    future: "Future[Lease] | None"
+    def __init__(self, index: int, number: int) -> None:
+        self.index = index
+        self.number = number
+        self.seen: FileInfo | None = None
+        self.task: Task | None = None
+
+    def fell_short(self) -> bool:
+        """Whether it is put off: it found no room, or gave up its own."""
+        return self.seen is None and (self.task is None or self.task.fell_short())
 
 
 class ReadAhead:
@@ -74,19 +78,27 @@ class ReadAhead:
         max_bytes: int = MAX_BYTES,
         stall_s: float = STALL_S,
     ) -> None:
+        self._closed = False
+        self._pid = os.getpid()
         self._cache = cache
         self._files = files
         self._indices = iter(indices)
-        self._depth = depth
-        self._max_bytes = max_bytes
+        self._next: int | None = None
+        may_open = _may_open()
+        self._depth = min(depth, may_open // _SHARE)
         self._stall_s = stall_s
-        self._ahead: deque[_Ahead] = deque()
+        self._ahead: deque[_File] = deque()
         self._started = 0
-        self._typical = 0  # bytes of a file whose size is not known: those of the last one
-        self._bytes = 0
+        self._put_off = False
         self._turn = current_turn()
-        self._pool = _Pool(max(1, min(depth, _MAX_THREADS)), self._turn)
-        self._pid = os.getpid()
+        self._budget = Budget(max_bytes)
+        self._pool = Pool(self._depth, self._budget, self._turn)
+        if self._depth < depth:
+            cache.tell(
+                "Reading ahead %d files instead of %d: this process may open %d more files, and a "
+                "quarter is taken for what is ahead. Raise the limit (ulimit -n) for more.",
+                *(self._depth, depth, may_open),
+            )
 
     def __del__(self) -> None:
         # A pass that was begun and never asked for its first file has no other end.
@@ -95,158 +107,189 @@ class ReadAhead:
     def start(self) -> None:
         """Begin to download, before the first file is asked for."""
         if self._depth:
-            self._fill()
+            self._fill(self._depth + 1)
 
     def take(self) -> Lease:
         """The next file; StopIteration is not raised: callers know how many there are.
 
         Raises:
             StorageError: This file cannot be had; the next call goes on with the one after it.
+            AirError: This process is a child of the one that began.
         """
-        self._fill()
-        index, size, lease, future = self._ahead.popleft()
-        if future is None:
-            assert lease is not None, "what is not on its way is here"
-            return lease
-        self._bytes -= size
-        lease = self._result(index, future)
-        self._typical = self._files[index].size
+        self._check_process()
+        if not self._ahead:
+            self._append()
+        file = self._ahead.popleft()
+        short = file.fell_short()
+        if not short:
+            self._fill(self._depth)
+        try:
+            lease = self._lease(file)
+        finally:
+            if file.task is not None:
+                self._budget.leave(file.number)
+        if short:  # only now: what is further ahead would have taken its room
+            self._fill(self._depth)
         return lease
 
     def fetch(self, index: int) -> Lease:
-        """One file out of turn.
+        """One file out of turn, which is needed at once.
 
         Raises:
             StorageError: It cannot be had.
         """
-        pool = _Pool(1, None)
+        pool, task = Pool(1), Task(0, 0, None)
+        cache, files = self._cache, self._files
+        task.action = bound(lambda: cache.fetch(files.complete(index, cache.storage)))
         try:
-            return self._result(index, pool.submit(self._fetcher(index), 0, 0))
+            pool.submit(task)
+            return self._result(index, task)
         finally:
             pool.dismiss()
 
     def close(self) -> None:
         """Stop: nothing more is downloaded, and what was is free to be evicted."""
-        if os.getpid() != self._pid:
+        if self._closed or os.getpid() != self._pid:
             return  # a forked child's copy: threads, leases and locks are its parent's
-        for _, _, lease, future in self._ahead:
-            if lease is not None:
-                lease.close()
-            if future is not None:
-                _abandon(future)
+        self._closed = True
+        for file in self._ahead:
+            if file.task is not None:
+                file.task.abandon()
         self._ahead.clear()
         self._pool.close()
 
-    def _fill(self) -> None:
-        while not self._ahead or (
-            len(self._ahead) <= self._depth and self._bytes < self._max_bytes
-        ):
-            index = next(self._indices, None)
-            if index is None:
-                return
-            self._ahead.append(self._start(index))
+    def _check_process(self) -> None:
+        if os.getpid() != self._pid:
+            raise AirError(
+                f"This process ({os.getpid()}) went on with an iterator that its parent "
+                f"({self._pid}) had begun: the downloads, and the files that they made, are the "
+                "parent's. Call iter() on the dataset in the child, or iterate in the parent only."
+            )
 
-    def _start(self, index: int) -> _Ahead:
+    def _fill(self, count: int) -> None:
+        """Have so many files ahead, if there is room for them."""
+        if self._put_off and self._resume():
+            return
+        try:
+            while len(self._ahead) < count and self._append():
+                pass
+        except OSError as error:
+            # Too many open files, but for those that are ahead: they are to be used first.
+            if not is_shortage(error):
+                raise
+            _logger.debug("Reading ahead no further for now: %s", error)
+
+    def _append(self) -> bool:
+        if self._next is None:
+            self._next = next(self._indices, None)
+        if self._next is None:
+            return False
+        self._ahead.append(self._begin(self._next))
+        self._next = None
+        return True
+
+    def _begin(self, index: int) -> _File:
         info = self._files[index]
-        number, self._started = self._started, self._started + 1
-        known = info.size != UNKNOWN_SIZE
-        lease = lease_if_whole(self._cache.place(info), info) if known else None
+        file = _File(index, self._started)
+        # Not held: most files are here in every epoch but the first, and two locks for each cost
+        # more than fetching one again that had to go meanwhile.
+        if info.size != UNKNOWN_SIZE and self._cache.has(info):
+            file.seen = info
+        else:
+            self._submit(file)
+        self._started += 1
+        return file
+
+    def _submit(self, file: _File) -> None:
+        size = self._files[file.index].size
+        batch = 0 if self._turn is None else self._turn.batch(file.number)
+        task = Task(file.number, batch, None if size == UNKNOWN_SIZE else size)
+        # Not self: its threads would keep it alive.
+        cache, files, index = self._cache, self._files, file.index
+
+        def fetch() -> Lease:
+            # A size that is not known is asked for here: elsewhere it would be a round trip each.
+            info = files.complete(index, cache.storage)
+            task.tell(info.size)
+            return cache.fetch(info, ahead=True)
+
+        task.action = bound(fetch)
+        file.task = task
+        self._pool.submit(task)
+
+    def _resume(self) -> bool:
+        """Try the first file again that was put off; False if there is none."""
+        for file in self._ahead:
+            if file.fell_short():
+                self._submit(file)
+                return True
+        self._put_off = False
+        return False
+
+    def _lease(self, file: _File) -> Lease:
+        lease = None
+        if file.task is None:
+            lease = None if file.seen is None else self._cache.find(file.seen)
+            if lease is not None:
+                return lease
+        else:
+            try:
+                lease = self._result(file.index, file.task)
+            except OSError as error:
+                if not is_shortage(error):
+                    raise
+                self._put_off = True
         if lease is not None:
-            return _Ahead(index, 0, lease, None)
-        size = info.size if known else self._typical
-        self._bytes += size
-        batch = 0 if self._turn is None else self._turn.batch(number)
-        future = self._pool.submit(self._fetcher(index), batch, size)
-        return _Ahead(index, size, None, future)
+            if lease.use():
+                return lease
+            lease.close()
+        return self._fetch_at_once(file.index)
 
-    def _fetcher(self, index: int) -> Callable[[], Lease]:
-        cache, files = self._cache, self._files  # not self: its threads would keep it alive
-        # A size that is not known is asked for there, too: here it would be a round trip per item.
-        return bound(lambda: cache.fetch(files.complete(index, cache.storage)))
+    def _fetch_at_once(self, index: int) -> Lease:
+        try:
+            return self.fetch(index)
+        except OSError as error:
+            if not is_shortage(error) or not self._ahead:
+                raise
+        self._give_up()
+        return self.fetch(index)
 
-    def _result(self, index: int, future: "Future[Lease]") -> Lease:
+    def _give_up(self) -> None:
+        """Let go of all that is ahead: of its descriptors, and of what is half downloaded."""
+        futures = []
+        for file in self._ahead:
+            if file.task is not None:
+                file.task.abandon()
+                futures.append(file.task.future)
+                self._budget.leave(file.number)
+            file.task = None
+        self._put_off = True
+        wait(futures, _LOOK_S)
+
+    def _result(self, index: int, task: Task) -> Lease:
         """Wait for a download for as long as it makes progress."""
-        seen, since = -1, time.monotonic()
+        future: Future[Lease] = task.future
+        seen, since = (-1, -1), time.monotonic()
         try:
             while not wait((future,), min(_LOOK_S, self._stall_s / 2)).done:
                 info, now = self._files[index], time.monotonic()
-                size = self._cache.bytes_so_far(info)
-                if size != seen:
-                    seen, since = size, now
+                progress = self._cache.progress(info)
+                if progress != seen:
+                    seen, since = progress, now
                 elif now - since > self._stall_s:
                     raise self._cache.stalled(info, now - since)
             return future.result()
         except BaseException:
-            _abandon(future)
+            task.abandon()
             raise
 
 
-def _abandon(future: "Future[Lease]") -> None:
-    future.cancel()
-    future.add_done_callback(_close_lease)
-
-
-def _close_lease(future: "Future[Lease]") -> None:
-    if not future.cancelled() and future.exception() is None:
-        future.result().close()
-
-
-class _Pool:
-    """Daemon threads; those of ThreadPoolExecutor would let a hung volume hang the exit."""
-
-    def __init__(self, size: int, turn: Turn | None) -> None:
-        self._size = size
-        self._turn = turn
-        self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
-        self._in_order = threading.Lock()
-        self._threads: list[threading.Thread] = []
-
-    def submit(self, action: Callable[[], Lease], batch: int, size: int) -> "Future[Lease]":
-        future: Future[Lease] = Future()
-        self._tasks.put(_Task(future, action, batch, size))
-        if len(self._threads) < self._size:
-            thread = threading.Thread(
-                target=_work,
-                args=(self._tasks, self._in_order, self._turn),
-                name="air-read-ahead",
-                daemon=True,
-            )
-            self._threads.append(thread)
-            thread.start()
-        return future
-
-    def dismiss(self) -> None:
-        """Let the threads end when their tasks are done."""
-        for _ in self._threads:
-            self._tasks.put(None)
-
-    def close(self) -> None:
-        """End the threads, if what they are at lets them."""
-        self.dismiss()
-        deadline = time.monotonic() + _JOIN_S
-        for thread in self._threads:
-            thread.join(max(0.0, deadline - time.monotonic()))
-
-
-def _work(
-    tasks: "queue.SimpleQueue[_Task | None]", in_order: threading.Lock, turn: Turn | None
-) -> None:
-    while True:
-        with in_order:  # else a thread that overtakes another would be given its turn
-            task = tasks.get()
-            if task is None:
-                return
-            if turn is not None:
-                turn.wait(task.batch, task.size, task.future.cancelled)
-        if task.future.set_running_or_notify_cancel():
-            with contextlib.nullcontext() if turn is None else turn.under_way(task.size):
-                _do(task)
-
-
-def _do(task: _Task) -> None:
+def _may_open() -> int:
+    """How many more files this process may open."""
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    if limit == resource.RLIM_INFINITY:
+        return _SHARE * MAX_DEPTH
     try:
-        lease = task.action()
-    except BaseException as error:  # noqa: BLE001 - it is raised where the file is taken
-        task.future.set_exception(error)
-    else:
-        task.future.set_result(lease)
+        return max(0, limit - len(os.listdir("/proc/self/fd")))
+    except OSError:
+        return limit

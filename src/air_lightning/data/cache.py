@@ -2,36 +2,35 @@
 
 A file's way into the cache::
 
-    hit           open it, lock it shared, see that it is still linked and whole
-    lock          else open <key>.part and lock it; where another process is at it, wait, look again
-    make room     evict until the disk has its free share
-    download      into the locked <key>.part; the size is checked
-    publish       rename to <tree>/<relative path>; the lock goes with the inode, and turns shared
+    hit           open it, lock it shared, see that it is still linked and whole      leases.py
+    lock          else open <version>.part and lock it, or wait for who has it and look again
+    make room     evict until the disk has its free share                             eviction.py
+    download      into the locked part; the size is checked
+    publish       rename to its place; the lock goes with the inode, and turns shared places.py
 
-<tree> stands for the storage, and the file's time there is its time here: size and time tell one
-version from another. A directory for each file would cost every download a second new inode.
+A full disk evicts and tries again, and lets other downloads end; at last the file is read where it
+lies on the volume, at once where it is larger than the whole disk. A file that is not needed yet
+gives up instead: neither the free share nor what others wait to use is its to take.
 
-A full disk evicts and tries again, and at last the file is read where it lies on the volume; at
-once where it is larger than the whole disk.
-
-What a process holds locked (a Lease) nobody evicts: what was just yielded, what was read ahead,
-what is being downloaded. The locks are the kernel's: they end with their process, however it ends.
+What a process holds (a Lease) nobody evicts: what was just yielded, what is being downloaded, and,
+but for a file that is needed at once, what was read ahead. The locks are the kernel's: they end
+with their process, however it ends.
 """
 
 import contextlib
 import errno
 import fcntl
-import hashlib
 import logging
 import os
-import shutil
 import time
 import weakref
 from collections.abc import Callable
 from typing import NoReturn
 
-from air_lightning.data.counters import CACHE_HITS, READS_THROUGH, count, downloading
+from air_lightning.data.counters import READS_THROUGH, count, downloading
 from air_lightning.data.eviction import Evictor, free_bytes, remove_parts
+from air_lightning.data.leases import Lease, hold, is_at, is_whole, lease_if_whole, release, time_of
+from air_lightning.data.places import Places
 from air_lightning.data.scratch import private_directory, shared_directory
 from air_lightning.errors import FileVanishedError, StorageError
 from air_lightning.volumes import path as volume_path
@@ -39,29 +38,20 @@ from air_lightning.volumes.base import FULL_DISK, FileInfo, Storage
 
 _logger = logging.getLogger("air_lightning")
 
-_SAME_TIME_S = 1e-3  # a time comes back from a file system rounded to what it can store
+_SHORTAGES = (*FULL_DISK, errno.EMFILE, errno.ENFILE)
+_LATER_NS = 1_000_000_000
+_WAIT_S = 60.0  # for other downloads to end and leave room
+_POLL_S = 0.05
+_ROUNDED_S = 1.0  # stores tell full seconds in some answers, fractions in others
 
 
-class Lease:
-    """A local path that stays valid until it is closed.
+class NoRoomError(OSError):
+    """A file that is not needed yet would take the free share, or what others wait to use."""
 
-    Args:
-        path: The file.
-        descriptor: Holds its shared lock; negative for a file that needs none.
-    """
 
-    __slots__ = ("_descriptor", "_pid", "path")
-
-    def __init__(self, path: str, descriptor: int = -1) -> None:
-        self.path = path
-        self._descriptor = descriptor
-        self._pid = os.getpid()
-
-    def close(self) -> None:
-        """Let the file be evicted."""
-        descriptor, self._descriptor = self._descriptor, -1
-        if descriptor >= 0:
-            _release(descriptor, self._pid)
+def is_shortage(error: BaseException) -> bool:
+    """Whether an error is about this machine's disk or descriptors, not about the file at hand."""
+    return isinstance(error, OSError) and error.errno in _SHORTAGES
 
 
 class FileCache:
@@ -86,10 +76,9 @@ class FileCache:
         self.storage = storage
         self._directory = directory
         self._remake = remake
-        self._told_full = False
+        self._told: set[str] = set()
         self._evictor = Evictor(directory, min_free_bytes)
-        tree = hashlib.blake2b(_encode(storage.root), digest_size=8).hexdigest()
-        self._tree = f"{directory}/{tree}/"
+        self._places = Places(directory, storage.root)
 
     def __deepcopy__(self, memo: object) -> "FileCache":
         return self  # a copy of a dataset shares its cache, which goes with the last of them
@@ -103,25 +92,36 @@ class FileCache:
         )
 
     def place(self, info: FileInfo) -> str:
-        """Where a file lies once it is here. Its relative path is kept: labels are read off it."""
-        return self._tree + info.name
+        """Where a file lies once it is here, unless another one is in the way."""
+        return self._places.first(info)
 
-    def fetch(self, info: FileInfo, place: str | None = None) -> Lease:
+    def find(self, info: FileInfo, *, ahead: bool = False) -> Lease | None:
+        """A lease of a file that is here; ``ahead`` as of :meth:`fetch`."""
+        first = lease_if_whole(self._places.first(info), info, ahead=ahead)
+        return first or lease_if_whole(self._places.second(info), info, ahead=ahead)
+
+    def has(self, info: FileInfo) -> bool:
+        """Whether a file is here at this moment; nothing keeps it from going."""
+        return is_whole(self._places.first(info), info) or is_whole(self._places.second(info), info)
+
+    def fetch(self, info: FileInfo, *, ahead: bool = False) -> Lease:
         """Have a file here.
 
         Args:
             info: The file.
-            place: What ``place(info)`` returned, if it is at hand.
+            ahead: Whether it is not needed yet. Then it takes no room from others that wait to be
+                used, none of the free share, and gives its own to one that is needed: ``use()``
+                tells whether it is still there. Where there is no room, that is an error at once.
 
         Raises:
             StorageError: It cannot be downloaded, or the disk is full and it lies nowhere that it
                 could be read from instead.
+            OSError: A file that is not needed yet finds no room (see ``is_shortage``).
         """
-        place = place or self.place(info)
-        remade = False
+        remade, deadline = False, time.monotonic() + _WAIT_S
         while True:
             try:
-                lease = self._fetch_once(info, place)
+                lease = self._fetch_once(info, ahead, deadline)
             except (FileNotFoundError, FileVanishedError) as error:
                 # A download cannot tell whether what is missing is the file or where it is to go.
                 if isinstance(error, FileVanishedError) and os.path.isdir(self._directory):
@@ -133,12 +133,14 @@ class FileCache:
             if lease is not None:
                 return lease
 
-    def bytes_so_far(self, info: FileInfo) -> int:
-        """How much of a file that is being downloaded is here."""
+    def progress(self, info: FileInfo) -> tuple[int, int]:
+        """What changes whenever a byte of a file that is being downloaded is written."""
         try:
-            return os.stat(self.part(info)).st_blocks
+            status = os.stat(self._places.part(info))
         except OSError:
-            return 0
+            return 0, 0
+        # A second reading writes what is there already: its bytes show in the time only.
+        return status.st_blocks, status.st_mtime_ns
 
     def stalled(self, info: FileInfo, seconds: float) -> StorageError:
         """The error for a download that stands still."""
@@ -150,19 +152,33 @@ class FileCache:
         ours.errno = errno.ETIMEDOUT
         return ours
 
-    def _fetch_once(self, info: FileInfo, place: str) -> Lease | None:
+    def _fetch_once(self, info: FileInfo, ahead: bool, deadline: float) -> Lease | None:
         """Have a file here; None: look again."""
         try:
-            lease = lease_if_whole(place, info)
+            lease = self.find(info, ahead=ahead)
             if lease is None and not self._evictor.could_hold(info.size):
                 return self._read_through(info, None)
-            return lease or self._download(info, place)
+            return lease or self._download(info, ahead)
+        except NoRoomError:
+            raise
         except OSError as error:
             if isinstance(error, StorageError) or error.errno not in FULL_DISK:
                 raise
-            if not self._evictor.free_up(info.size):
-                return self._read_through(info, error)
-            return None
+            if self._evictor.free_up(info.size, ahead=ahead) or self._wait(ahead, deadline):
+                return None
+            if ahead:
+                raise
+            return self._read_through(info, error)
+
+    def _wait(self, ahead: bool, deadline: float) -> bool:
+        """Let downloads end that take the room now; False if there is no point in that."""
+        can_read_through = volume_path.local_dir(self.storage.root) is not None
+        if ahead or can_read_through or time.monotonic() > deadline:
+            return False
+        if not self._evictor.others_download():
+            return False
+        time.sleep(_POLL_S)
+        return True
 
     def _is_remade(self) -> bool:
         if self._remake:
@@ -178,42 +194,64 @@ class FileCache:
         ours.errno = error.errno
         return ours
 
-    def part(self, info: FileInfo) -> str:
-        """Where a file lies while it is being downloaded."""
-        version = _encode(f"{self._tree}{info.name}\0{info.size}\0{info.mtime!r}")
-        return f"{self._directory}/{hashlib.blake2b(version, digest_size=12).hexdigest()}.part"
-
-    def _download(self, info: FileInfo, place: str) -> Lease | None:
+    def _download(self, info: FileInfo, ahead: bool) -> Lease | None:
         """Download a file, unless another process did meanwhile: None, look again."""
-        part = self.part(info)
+        part = self._places.part(info)
         descriptor = os.open(part, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         pid = os.getpid()
         try:
-            if not _lock_or_wait(descriptor) or not _is_at(descriptor, part):
-                _release(descriptor, pid)
+            if not _lock_or_wait(descriptor) or not is_at(descriptor, part):
+                release(descriptor, pid)
                 return None
-            lease = lease_if_whole(place, info)
+            lease = self.find(info, ahead=ahead)
             if lease is not None:
                 os.unlink(part)
-                _release(descriptor, pid)
+                release(descriptor, pid)
                 return lease
-            return self._fill(info, place, part, descriptor)
+            return self._fill(info, part, descriptor, ahead)
         except BaseException:
-            if _is_at(descriptor, part):
+            if is_at(descriptor, part):
                 _unlink(part)
-            _release(descriptor, pid)
+            release(descriptor, pid)
             raise
 
-    def _fill(self, info: FileInfo, place: str, part: str, descriptor: int) -> Lease:
-        self._evictor.make_room(info.size)
+    def _fill(self, info: FileInfo, part: str, descriptor: int, ahead: bool) -> Lease | None:
+        if not self._evictor.make_room(info.size, ahead=ahead) and ahead:
+            self.tell(
+                "The disk of the cache %s has less free than is to be kept (min_free_bytes, %d), "
+                "whatever is evicted: files are not read ahead while that is so. Free disk, pass "
+                "a cache_dir= on a larger one, or a smaller min_free_bytes=.",
+                *(self._directory, self._evictor.min_free_bytes),
+            )
+            raise NoRoomError(errno.ENOSPC, "no room to read ahead", self._directory)
         with downloading(info.size):
             self.storage.download(info, part)
-        # Eviction goes by the access time, to the nanosecond: the kernel's own times are too coarse
-        # to tell which file came first.
-        os.utime(part, ns=(time.time_ns(), int(info.mtime * 1e9)))
-        _publish(part, place, self._directory)
-        fcntl.flock(descriptor, fcntl.LOCK_SH)
-        return Lease(place, descriptor)
+        came = self._as_it_came(info)
+        # Decides which file came first where the kernel's clock is too coarse to tell. In the
+        # future, since a reading sets an access time that is older than the last change.
+        accessed = time.time_ns() + _LATER_NS
+        os.utime(part, ns=(accessed, int(time_of(came) * 1e9)))
+        lease = Lease(self._places.publish(part, came), descriptor)
+        hold(descriptor, ahead=ahead)
+        if os.fstat(descriptor).st_nlink:
+            return lease
+        lease.close()  # evicted while one lock turned into the other
+        return None
+
+    def _as_it_came(self, info: FileInfo) -> FileInfo:
+        """The version that came: a newer one must not be found as the listed one later."""
+        reported = self.storage.reported.pop(info.name, None)
+        if reported is None or not time_of(info):  # without a time versions cannot be told apart
+            return info
+        try:
+            found = self.storage.stat(info.name)
+        except OSError:
+            return info._replace(mtime=reported)
+        if found.size != info.size:  # changed once more since
+            return info._replace(mtime=reported)
+        # A store may always tell one time in listings and another of open files, and stores round.
+        newer = abs(found.mtime - info.mtime) >= _ROUNDED_S
+        return info._replace(mtime=found.mtime) if newer else info
 
     def _read_through(self, info: FileInfo, error: OSError | None) -> Lease:
         """The file where it lies on the volume, when the disk has no room for it."""
@@ -228,15 +266,19 @@ class FileCache:
             ours.errno = errno.ENOSPC if error is None else error.errno
             raise ours from error
         count(READS_THROUGH)
-        _logger.log(
-            logging.DEBUG if self._told_full else logging.WARNING,
+        self.tell(
             "The disk of the cache %s has no room for %s (%d bytes), whatever is evicted: reading "
             "it from the volume itself. Pass a cache_dir= on a larger disk. Further files of this "
             "dataset are logged at level DEBUG.",
             *(self._directory, path, info.size),
         )
-        self._told_full = True
         return Lease(f"{directory}/{info.name}")
+
+    def tell(self, text: str, *values: object) -> None:
+        """Warn once; what is told again goes to the debug log."""
+        level = logging.DEBUG if text in self._told else logging.WARNING
+        self._told.add(text)
+        _logger.log(level, text, *values)
 
 
 def open_cache(
@@ -256,57 +298,6 @@ def open_cache(
     return cache, weakref.finalize(cache, remove)
 
 
-def lease_if_whole(place: str, info: FileInfo) -> Lease | None:
-    """A lease of a cached file; None where there is none, or not this version of it."""
-    try:
-        descriptor = os.open(place, os.O_RDONLY | os.O_CLOEXEC)
-    except FileNotFoundError:
-        return None
-    try:
-        # Waits where an evictor or a publisher is about to finish, for microseconds.
-        fcntl.flock(descriptor, fcntl.LOCK_SH)
-        status = os.fstat(descriptor)
-        same_time = abs(status.st_mtime - info.mtime) < _SAME_TIME_S
-        if status.st_nlink and status.st_size == info.size and same_time:
-            count(CACHE_HITS)
-            return Lease(place, descriptor)
-    except BaseException:
-        os.close(descriptor)
-        raise
-    os.close(descriptor)
-    return None
-
-
-def _publish(part: str, place: str, cache: str) -> None:
-    while True:
-        try:
-            os.replace(part, place)
-        except (FileNotFoundError, NotADirectoryError):  # noqa: PERF203 - tried twice as a rule
-            # Its directory is not there yet, or an evictor removed it while it was empty.
-            if not os.path.exists(part):
-                raise
-            _make_directories(cache, os.path.dirname(place))
-        except IsADirectoryError:
-            # Cached before the volume got a file of that directory's name.
-            shutil.rmtree(place, ignore_errors=True)
-        else:
-            return
-
-
-def _make_directories(cache: str, directory: str) -> None:
-    """Make a directory in the cache, but never the cache: one that was removed stays removed."""
-    made = cache
-    for segment in directory[len(cache) + 1 :].split("/"):
-        made = f"{made}/{segment}"
-        try:
-            os.mkdir(made)
-        except FileExistsError:
-            if not os.path.isdir(made):
-                # A file of that name was cached before the volume got a directory of that name.
-                _unlink(made)
-                os.mkdir(made)
-
-
 def _lock_or_wait(descriptor: int) -> bool:
     """Lock a part; False once another downloader is done with it, one way or the other."""
     try:
@@ -319,29 +310,6 @@ def _lock_or_wait(descriptor: int) -> bool:
     return True
 
 
-def _is_at(descriptor: int, path: str) -> bool:
-    """Whether a path still names the open file."""
-    try:
-        return os.path.samestat(os.fstat(descriptor), os.stat(path))
-    except FileNotFoundError:
-        return False
-
-
-def _release(descriptor: int, pid: int) -> None:
-    """Unlock and close. A child only closes: an unlock would free its parent's lock, too.
-
-    And a close alone would not do in the process itself: children that were forked in the meantime
-    keep copies of the descriptor, and with them the lock.
-    """
-    if os.getpid() == pid:
-        fcntl.flock(descriptor, fcntl.LOCK_UN)
-    os.close(descriptor)
-
-
 def _unlink(path: str) -> None:
     with contextlib.suppress(OSError):
         os.unlink(path)
-
-
-def _encode(text: str) -> bytes:
-    return text.encode("utf-8", "surrogateescape")

@@ -21,10 +21,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from torch.utils.data import IterableDataset
 
 from air_lightning.data.ahead import ReadAhead
-from air_lightning.data.cache import Lease, open_cache
+from air_lightning.data.cache import is_shortage, open_cache
 from air_lightning.data.checks import check_cache_dir, check_options, check_storage_options
 from air_lightning.data.counters import FILES_SKIPPED, RETRIES, count
+from air_lightning.data.generators import without_trace
 from air_lightning.data.layers import Layer
+from air_lightning.data.leases import Lease
 from air_lightning.data.listing import compile_pattern
 from air_lightning.data.manifest import read_manifest
 from air_lightning.data.position import Order, Position, StreamPass, from_state, to_state
@@ -59,8 +61,8 @@ class UCVolumeDataset(IterableDataset[str]):
 
     Args:
         path: ``/Volumes/<catalog>/<schema>/<volume>[/...]`` or an fsspec URL; no local path
-            (``file://`` says it). All files below it are listed here and now, but for dot-files,
-            by one rank of each node.
+            (``file://`` says it). All files below it are listed here and now, but for dot-files;
+            ranks of a node that construct it at the same time share one listing.
         cache_dir: A directory on local disk that ranks, epochs and restarts share, each file
             downloaded once per node; not one below ``path``. By default a private one, removed with
             the dataset.
@@ -199,7 +201,8 @@ class UCVolumeDataset(IterableDataset[str]):
             position = self._loaded
         elif self._pass is not None and self._asked_epoch in (None, self._pass.epoch):
             current = self._pass
-            position = Position(current.epoch, current.delivered, before=current.before)
+            good = current.good if self._on_error == "skip" else None
+            position = Position(current.epoch, current.delivered, before=current.before, good=good)
         else:
             position = Position(self._epoch, 0)
         return to_state(position, current_grid(), self._order, self._file_list_state)
@@ -250,6 +253,7 @@ class UCVolumeDataset(IterableDataset[str]):
             while current.delivered < len(current.indices):
                 lease, item = self._next_item(ahead, current, transform)
                 current.delivered += 1
+                self._use_up(current)
                 yield item
                 lease.close()
         finally:
@@ -257,6 +261,7 @@ class UCVolumeDataset(IterableDataset[str]):
             if lease is not None:
                 lease.close()
             ahead.close()
+        self._use_up(current)
         if self._pass is current and self._loaded is None:
             self._epoch = current.epoch + 1
             self._asked_epoch = None
@@ -270,7 +275,7 @@ class UCVolumeDataset(IterableDataset[str]):
 
     def _begin(self) -> StreamPass:
         grid = current_grid()
-        start, self._loaded = self._loaded or Position(self._epoch, 0), None
+        start = self._loaded or Position(self._epoch, 0)
         epoch, before = start.epoch, start.before
         indices = slice_indices(
             len(self._files), grid, epoch=epoch, before=before, **self._order._asdict()
@@ -283,8 +288,14 @@ class UCVolumeDataset(IterableDataset[str]):
                 'here), or uneven="pad".'
             )
         delivered = len(indices) if start.finished else start.delivered
-        self._pass = StreamPass(epoch, delivered, indices, before)
+        self._pass = StreamPass(epoch, delivered, indices, before, start.good)
+        self._pass.loaded = self._loaded
         return self._pass
+
+    def _use_up(self, current: StreamPass) -> None:
+        """A loaded position is the next pass's until a pass that began there delivered a file."""
+        if self._loaded is current.loaded:
+            self._loaded = None
 
     def _next_item(
         self, ahead: ReadAhead, current: StreamPass, transform: Callable[[str], _T]
@@ -293,14 +304,14 @@ class UCVolumeDataset(IterableDataset[str]):
         try:
             lease = ahead.take()
         except StorageError as error:
-            if self._on_error == "raise":
+            if self._must_raise(error):
                 raise
             return self._substitute(ahead, current, transform, self._name(current, place), error)
         try:
-            found = lease, _transformed(lease, transform)
+            found = lease, self._transformed(lease, transform)
         except Exception as error:
             name = self._name(current, place)
-            if self._on_error == "raise":
+            if self._must_raise(error):
                 _add_note(error, f"The file is {name}.")
                 raise
             return self._substitute(ahead, current, transform, name, error)
@@ -321,8 +332,10 @@ class UCVolumeDataset(IterableDataset[str]):
             tried += 1
             try:
                 lease = ahead.fetch(int(current.indices[other]))
-                found = lease, _transformed(lease, transform)
-            except Exception as also:  # noqa: BLE001 - whatever a user's decoder raises
+                found = lease, self._transformed(lease, transform)
+            except Exception as also:
+                if self._must_raise(also):
+                    raise
                 _logger.debug("Nor can %s be used: %s", self._name(current, other), also)
             else:
                 current.good = other
@@ -339,16 +352,22 @@ class UCVolumeDataset(IterableDataset[str]):
             "volume, and the function given to map()."
         ) from error
 
+    def _transformed(self, lease: Lease, transform: Callable[[str], _T]) -> _T:
+        try:
+            if self._on_error == "raise":
+                return transform(lease.path)
+            with without_trace():
+                return transform(lease.path)
+        except BaseException:
+            lease.close()
+            raise
+
+    def _must_raise(self, error: Exception) -> bool:
+        """A full disk makes no file bad: skipping would lose good ones without a word."""
+        return self._on_error == "raise" or is_shortage(error)
+
     def _name(self, current: StreamPass, place: int) -> str:
         return volume_path.join(self.path, self._files.name(int(current.indices[place])))
-
-
-def _transformed(lease: Lease, transform: Callable[[str], _T]) -> _T:
-    try:
-        return transform(lease.path)
-    except BaseException:
-        lease.close()
-        raise
 
 
 def _add_note(error: Exception, note: str) -> None:

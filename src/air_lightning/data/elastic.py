@@ -18,6 +18,7 @@ from typing import Any
 
 from air_lightning.data.layers import Layer, layer_of
 from air_lightning.data.progress import (
+    WANTED,
     Identity,
     Position,
     check_version,
@@ -29,6 +30,8 @@ from air_lightning.data.stream import Grid, slice_length
 from air_lightning.errors import GridMismatchError, StateError
 
 _State = Mapping[str, Any]
+
+_MOST_RANKS, _MOST_WORKERS = 1 << 20, 1 << 12
 
 
 def position_from(
@@ -94,7 +97,8 @@ def _left_by(states: Sequence[_State], identity: Identity) -> tuple[int, tuple[L
     positions = _of_one_moment(states, identity)
     under_way = min(positions, key=lambda position: position.epoch)
     world_size, streams = len(states), max(1, _grid(states[0])[1])
-    uneven = (states[0].get("order") or {}).get("uneven", "keep")
+    order = states[0].get("order")  # a dict, or checked to be nothing
+    uneven: Any = order.get("uneven", "keep") if isinstance(order, Mapping) else "keep"
 
     def delivered(grid: Grid) -> int:
         position = positions[grid.rank]
@@ -118,7 +122,9 @@ def _of_one_moment(states: Sequence[_State], identity: Identity) -> list[Positio
     then = identity._replace(world_size=world_size, num_workers=num_workers)
     positions = [
         # Each with its own batch size: one warning of another one is enough.
-        from_state(state, then._replace(rank=rank, batch_size=state.get("batch_size")))
+        from_state(
+            state, then._replace(rank=rank, batch_size=state.get("batch_size")), goes_on=False
+        )
         for rank, state in enumerate(states)
     ]
     under_way = min(positions, key=lambda position: position.epoch)
@@ -142,13 +148,16 @@ def _in_order(states: Sequence[_State]) -> list[_State]:
     _check_alike("grids (world_size, num_workers)", [_grid(state) for state in states])
     _check_alike("file lists", [state.get("files") for state in states])
     world_size = _grid(states[0])[0] if states else 1
-    ranks = Counter(state.get("rank") for state in states)
+    for state in states:
+        if type(state.get("rank")) is not int:
+            raise StateError(f"A loader state has rank={state.get('rank')!r}. {WANTED}")
+    ranks = Counter(state["rank"] for state in states)
     if ranks != Counter(range(world_size)):
         missing = sorted(set(range(world_size)) - set(ranks))
         raise StateError(
             f"Loader states of the ranks {sorted(ranks.elements(), key=str)} were given; wanted "
-            f"are those of all {world_size} ranks, each once (missing: {missing}). Load the states "
-            "that all ranks saved at the same time."
+            f"are those of all {world_size} ranks, each once (missing: {missing[:8]}). Load the "
+            "states that all ranks saved at the same time."
         )
     return sorted(states, key=lambda state: int(state["rank"]))
 
@@ -198,10 +207,10 @@ def _grid(state: _State) -> tuple[int, int]:
     if (
         type(world_size) is int
         and type(num_workers) is int
-        and (world_size > 0 and num_workers >= 0)
+        # No more than any grid has: what follows counts up to them.
+        and (0 < world_size <= _MOST_RANKS and 0 <= num_workers <= _MOST_WORKERS)
     ):
         return world_size, num_workers
     raise StateError(
-        f"The loader state has world_size={world_size!r}, num_workers={num_workers!r}. Load the "
-        "dict that state_dict() returned, unaltered or through JSON and back."
+        f"The loader state has world_size={world_size!r}, num_workers={num_workers!r}. {WANTED}"
     )

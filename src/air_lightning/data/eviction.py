@@ -1,8 +1,9 @@
 """Free disk: how much is kept, and which cached files go for it.
 
-Least-recently-downloaded files go first, never one that some process holds locked. When a file was
-downloaded is its access time: there is no account that could die with a worker, and eviction goes
-on where it, or a whole run, left off.
+Least-recently-downloaded files go first, never one that some process uses. What was read ahead goes
+only for a file that is needed at once, and then the youngest first: it is needed last. When a file
+was downloaded is what the file system says its inode was changed, which no reading alters: there is
+no account that could die with a worker, and eviction goes on where it, or a whole run, left off.
 """
 
 import contextlib
@@ -15,7 +16,9 @@ from collections import deque
 from collections.abc import Iterator
 
 from air_lightning.data.counters import EVICTIONS, count
+from air_lightning.data.leases import is_ahead, is_at
 from air_lightning.errors import InvalidArgumentError
+from air_lightning.volumes.base import FULL_DISK
 
 MIN_FREE_VARIABLE = "SGC_FSLAYER_MIN_FREE_DISK_BYTES"
 
@@ -44,38 +47,65 @@ class Evictor:
         self._directory = directory
         self.min_free_bytes = _min_free(directory, min_free_bytes)
         self._candidates: deque[str] = deque()
+        # Made while there is an inode for it.
+        with contextlib.suppress(OSError):
+            os.close(self._open_lock())
 
     def could_hold(self, size: int) -> bool:
         """Whether the disk would have room for ``size`` bytes if nothing else was on it."""
         status = os.statvfs(self._directory)
         return size <= status.f_blocks * status.f_frsize
 
-    def make_room(self, size: int) -> None:
-        """Evict until ``size`` bytes more leave the free share, or nothing can go."""
+    def make_room(self, size: int, *, ahead: bool = False) -> bool:
+        """Evict until ``size`` bytes more leave the free share, or nothing can go.
+
+        Args:
+            size: Bytes that are to come.
+            ahead: Whether they are not needed yet: then what others have read ahead stays.
+
+        Returns:
+            Whether the free share is left.
+        """
         wanted = self.min_free_bytes + size
         if free_bytes(self._directory) >= wanted:
-            return
+            return True
         with self._alone():
-            while free_bytes(self._directory) < wanted and self._evict_next() is not None:
-                pass
+            while free_bytes(self._directory) < wanted:
+                if self._evict_next(ahead) is None:
+                    return False
+        return True
 
-    def free_up(self, size: int) -> bool:
-        """Evict ``size`` bytes, if there is as much; returns whether anything went."""
+    def free_up(self, size: int, *, ahead: bool = False) -> bool:
+        """Evict ``size`` bytes, if there is as much; returns whether anything went.
+
+        Args:
+            size: Bytes that are to come.
+            ahead: As of :meth:`make_room`.
+        """
         freed: list[int] = []
         with self._alone():
             while sum(freed) < size or not freed:
-                evicted = self._evict_next()
+                evicted = self._evict_next(ahead)
                 if evicted is None:
                     break
                 freed.append(evicted)
         return bool(freed)
 
+    def others_download(self) -> bool:
+        """Whether downloads are under way; after an eviction, what is left of parts is in use."""
+        return bool(_ours(self._directory)[0])
+
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
         """One evictor at a time on the node: otherwise each would free what all of them want."""
-        descriptor = os.open(
-            f"{self._directory}/{_LOCK}", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644
-        )
+        try:
+            descriptor = self._open_lock()
+        except OSError as error:
+            # Without a lock too much may go, without an eviction nothing comes any more.
+            if not isinstance(error, PermissionError) and error.errno not in FULL_DISK:
+                raise
+            yield
+            return
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX)
             yield
@@ -84,7 +114,10 @@ class Evictor:
             fcntl.flock(descriptor, fcntl.LOCK_UN)
             os.close(descriptor)
 
-    def _evict_next(self) -> int | None:
+    def _open_lock(self) -> int:
+        return os.open(f"{self._directory}/{_LOCK}", os.O_RDONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
+
+    def _evict_next(self, ahead: bool) -> int | None:
         """Evict one file; returns its bytes, or None where nothing is left that may go."""
         for at_a_time in (0, *_AT_A_TIME):
             # Oldest first. What came since the last look is younger than all that is left of it.
@@ -93,8 +126,14 @@ class Evictor:
             while self._candidates:
                 evicted = _evict(self._candidates.popleft(), self._directory)
                 if evicted is not None:
-                    count(EVICTIONS)
                     return evicted
+        return None if ahead else self._evict_ahead()
+
+    def _evict_ahead(self) -> int | None:
+        for path in reversed(_by_age(self._directory, sys.maxsize)):
+            evicted = _evict(path, self._directory, read_ahead=True)
+            if evicted is not None:
+                return evicted
         return None
 
 
@@ -146,15 +185,17 @@ def _ours(directory: str) -> tuple[list[str], list[str]]:
     return parts, [path for name, path in paths.items() if _TREE.fullmatch(name)]
 
 
-def _aged(trees: list[str]) -> Iterator[tuple[int, str]]:
-    """(time of the download in ns, path) of each cached file."""
+def _aged(trees: list[str]) -> Iterator[tuple[tuple[int, int], str]]:
+    """(when it was published, path) of each cached file."""
     while trees:
         for entry in _entries(trees.pop()):
             if entry.is_dir(follow_symlinks=False):
                 trees.append(entry.path)
             else:
                 with contextlib.suppress(FileNotFoundError):
-                    yield entry.stat().st_atime_ns, entry.path
+                    status = entry.stat(follow_symlinks=False)
+                    # The kernel's clock is coarse; what the access time was set to decides a tie.
+                    yield (status.st_ctime_ns, status.st_atime_ns), entry.path
 
 
 def _entries(directory: str) -> Iterator[os.DirEntry[str]]:
@@ -162,9 +203,11 @@ def _entries(directory: str) -> Iterator[os.DirEntry[str]]:
         yield from entries
 
 
-def _evict(path: str, directory: str) -> int | None:
+def _evict(path: str, directory: str, *, read_ahead: bool = False) -> int | None:
     """Delete a cached file, or an abandoned part; None where it is in use or gone."""
-    freed = _delete_unless_locked(path)
+    freed = _delete_unless_locked(path, read_ahead=read_ahead)
+    if freed is not None:
+        count(EVICTIONS)
     parent = os.path.dirname(path)
     while freed is not None and parent != directory:
         try:
@@ -175,18 +218,22 @@ def _evict(path: str, directory: str) -> int | None:
     return freed
 
 
-def _delete_unless_locked(path: str) -> int | None:
+def _delete_unless_locked(path: str, *, read_ahead: bool = False) -> int | None:
+    """Delete a file that nobody uses, nor has read ahead unless that is no reason to keep it."""
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except FileNotFoundError:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError:  # gone, or not ours to touch
         return None
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        # Another version may have taken the place since it was opened, and be in use.
+        if not is_at(descriptor, path) or (not read_ahead and is_ahead(descriptor)):
+            return None
         size = os.fstat(descriptor).st_size
         os.unlink(path)
-        fcntl.flock(descriptor, fcntl.LOCK_UN)
     except (BlockingIOError, FileNotFoundError):
         return None
     finally:
+        fcntl.flock(descriptor, fcntl.LOCK_UN)
         os.close(descriptor)
     return size

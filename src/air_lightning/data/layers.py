@@ -23,6 +23,8 @@ import numpy.typing as npt
 from air_lightning.errors import StateError
 
 _T = TypeVar("_T")
+COUNTS = 2**62  # any number of files is below it; what is counted in has 63 bits
+_MOST_SLOTS = 1 << 26  # of a grid: each has a place in memory
 _Runs: TypeAlias = tuple[tuple[int, _T], ...]  # (how often in a row, what)
 _Indices: TypeAlias = npt.NDArray[np.int64]
 
@@ -138,11 +140,13 @@ def _layer(entry: Mapping[str, Any]) -> Layer:
     per_rank = {sum(times for times, _ in workers) for _, workers in delivered}
     if per_rank != {layer.num_workers} or sum(n for n, _ in delivered) != layer.world_size:
         raise ValueError("the counts are not those of its ranks and workers")
+    if layer.slots > _MOST_SLOTS:
+        raise ValueError(f"{layer.slots} streams where {_MOST_SLOTS} are too many")
     return layer
 
 
 def _count(number: Any) -> int:
-    if type(number) is not int or number < 0:
+    if type(number) is not int or not 0 <= number < COUNTS:
         raise ValueError(f"{number!r} where a count")
     return number
 

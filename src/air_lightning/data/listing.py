@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from air_lightning.errors import EmptyVolumeError, InvalidArgumentError
+from air_lightning.errors import EmptyVolumeError, InvalidArgumentError, StorageError
 from air_lightning.volumes import path as volume_path
 from air_lightning.volumes.base import UNKNOWN_SIZE, FileInfo, Listing, Storage
 from air_lightning.volumes.transfer import vanished
@@ -47,13 +47,17 @@ class FileList:
         self._mtimes = np.frombuffer(memory, np.float64, count, offset=8 * count)
         self._sizes[:] = UNKNOWN_SIZE if sizes is None else sizes
         self._mtimes[:] = np.nan if mtimes is None else mtimes
+        # Views that give Python's own numbers: NumPy's cost more than the rest of a look-up.
+        self._spans = self._offsets.data
+        self._known = self._sizes.data, self._mtimes.data
         self.fingerprint = self._fingerprint()
 
     def __len__(self) -> int:
         return len(self._sizes)
 
     def __getitem__(self, index: int) -> FileInfo:
-        size, mtime = int(self._sizes[index]), float(self._mtimes[index])
+        sizes, mtimes = self._known
+        size, mtime = sizes[index], mtimes[index]
         if size == UNKNOWN_SIZE or mtime != mtime:  # noqa: PLR0124 - not a number: not yet written
             return FileInfo(self.name(index), UNKNOWN_SIZE, 0.0)
         return FileInfo(self.name(index), size, mtime)
@@ -63,7 +67,7 @@ class FileList:
 
     def name(self, index: int) -> str:
         """The relative path of a file."""
-        start, end = self._offsets[index], self._offsets[index + 1]
+        start, end = self._spans[index], self._spans[index + 1]
         return self._names[start:end].decode("utf-8", "surrogateescape")
 
     def complete(self, index: int, storage: Storage) -> FileInfo:
@@ -71,7 +75,7 @@ class FileList:
 
         Raises:
             FileVanishedError: The file is gone.
-            StorageError: It cannot be asked for, retries included.
+            StorageError: It cannot be asked for, retries included, or its store tells no size.
         """
         info = self[index]
         if info.size != UNKNOWN_SIZE:
@@ -80,6 +84,12 @@ class FileList:
             found = storage.stat(info.name)
         except FileNotFoundError as error:
             raise vanished(volume_path.join(storage.root, info.name)) from error
+        if found.size == UNKNOWN_SIZE:
+            raise StorageError(
+                f"{volume_path.join(storage.root, info.name)} has no size: its store tells none, "
+                "and without one a file that came whole cannot be told from a part of it. Copy the "
+                "files to a volume or an object store."
+            )
         # The time first: whoever sees the size in another process must not miss it.
         self._mtimes[index] = found.mtime
         self._sizes[index] = found.size

@@ -21,7 +21,6 @@ from typing import Any, TypeVar
 
 import torch
 import torch.utils.data
-from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
 from typing_extensions import override
 
 from air_lightning.data.counters import rank_totals
@@ -35,12 +34,12 @@ from air_lightning.data.options import (
     resolve_workers,
 )
 from air_lightning.data.outlive import outliving
-from air_lightning.data.passes import Pass, RoundRobinIter, TimedIterator
+from air_lightning.data.passes import Pass, TimedIterator
 from air_lightning.data.progress import Identity, Position, epoch_of, to_state
 from air_lightning.data.stream import Checkpointable, data_rank
 from air_lightning.data.timing import WaitTimer, sending_paused
-from air_lightning.data.turns import Turns
-from air_lightning.data.worker import WorkerSide, stream_seed
+from air_lightning.data.worker import stream_seed
+from air_lightning.data.workers import Pooled
 from air_lightning.errors import (
     EmptyVolumeError,
     InvalidArgumentError,
@@ -55,7 +54,7 @@ HISTORY = 8
 _NOT_COPIED = ("_iterator", "_side", "_counters", "_agreement", "pass_token")
 
 
-class DataLoader(Observed, torch.utils.data.DataLoader[T_co]):
+class DataLoader(Observed, Pooled, torch.utils.data.DataLoader[T_co]):
     """torch's DataLoader with defaults for volumes, exact length, and a state that resumes exactly.
 
     With a :class:`Checkpointable` iterable dataset (``UCVolumeDataset``, or any that has
@@ -144,7 +143,6 @@ class DataLoader(Observed, torch.utils.data.DataLoader[T_co]):
         self._asked_epoch: int | None = None
         self._asked_at: Position | None = None
         self._files: Mapping[str, Any] | None = None
-        self._side: WorkerSide | None = None
         self.pass_token: object = None
         self._timer = WaitTimer(totals=rank_totals)
 
@@ -222,6 +220,9 @@ class DataLoader(Observed, torch.utils.data.DataLoader[T_co]):
 
     def _reached_length(self, position: Position) -> bool:
         """Lightning stops at the length, and never pulls the StopIteration after it."""
+        if hasattr(self.dataset, "slice_length"):
+            # The end is known exactly; batches that were of another size before are not the length.
+            return False
         try:
             return 0 < len(self) <= position.batches
         except TypeError:
@@ -234,54 +235,7 @@ class DataLoader(Observed, torch.utils.data.DataLoader[T_co]):
             self.dataset.set_epoch(position.epoch)
         self._dataset_epoch = epoch_of(self.dataset)
         seed = stream_seed(self.dataset, data_rank()[0], len(position.before))
-        if self._side is None:
-            self._side = WorkerSide(self.dataset)
-        self._side.announce(position.epoch, seed)
-        if position.loaded is not None or not self._pool_alive():
-            # Live workers hold datasets that moved on: only a fork takes standings over.
-            self._drop_pool()
-        if self._iterator is not None:
-            self._iterator._reset(self)
-            return self._iterator
-        # Without workers the dataset is as alive as a live worker's, unless a state was loaded.
-        tell = self.num_workers > 0 or position.loaded is not None
-        standings, before = (position.known, position.before) if tell else ({}, ())
-        workers = self.num_workers
-        self._side.equip(
-            self.collate_fn,
-            self.worker_init_fn,
-            standings,
-            before,
-            turns=Turns(workers, self.batch_size or 1) if workers else None,
-            first_worker=position.next_worker,
-        )
-        side, init = self._side, outliving(self._counting().starting(self._side.init))
-        view = self._view(dataset=side, collate_fn=side.collate, worker_init_fn=init)
-        if self.generator is None:
-            # Otherwise each iter() draws from the global generator that dropout draws from.
-            view.generator = torch.Generator().manual_seed(seed & (2**63 - 1))
-        if self.num_workers == 0:
-            return _SingleProcessDataLoaderIter(view)
-        self.check_worker_number_rationality()
-        with sending_paused():
-            self._iterator = RoundRobinIter(view, position.next_worker)
-        return self._iterator
-
-    def _view(self, **attributes: Any) -> "DataLoader[Any]":
-        """This loader as torch's iterator shall see it."""
-        view = copy.copy(self)
-        view.__dict__.update(attributes)
-        return view
-
-    def _pool_alive(self) -> bool:
-        pool: Any = self._iterator
-        return pool is not None and all(worker.is_alive() for worker in pool._workers)
-
-    def _drop_pool(self) -> None:
-        pool: Any = self._iterator
-        if pool is not None:
-            pool._shutdown_workers()
-            self._iterator = None
+        return self._run(position, seed)
 
     def batches_at_end(self, position: Position) -> int | None:
         """``position.batches`` at the end of its epoch; None for a dataset of unknown length."""

@@ -29,7 +29,7 @@ import numpy as np
 from air_lightning.data.listing import FileList, compile_pattern, list_all, select
 from air_lightning.errors import InvalidArgumentError, ManifestError
 from air_lightning.volumes import path as volume_path
-from air_lightning.volumes.base import Listing, Storage
+from air_lightning.volumes.base import UNKNOWN_SIZE, Listing, Storage
 from air_lightning.volumes.storage import open_storage
 
 _logger = logging.getLogger("air_lightning")
@@ -38,6 +38,7 @@ VERSION = 1
 _MAGIC = b"AIRLIST\n"
 _LENGTH = struct.Struct("<Q")
 _BYTES_PER_FILE = 4 + 8 + 8
+_LATEST = 1e12  # seconds: in 30,000 years
 # Between separators that no name can hold: an absolute name, an empty segment, "." and "..".
 _BAD = (
     *(b"//", b"\0/", b"/\0", b"\0\0"),
@@ -162,6 +163,7 @@ def unpack(data: bytes, where: str) -> tuple[dict[str, Any], Listing]:
     if sum(map(len, listing.names)) != names_bytes:
         raise _malformed(where, "the lengths of its names do not add up")
     _check_names(listing.names, where)
+    _check_facts(listing, where)
     if FileList(listing.names).fingerprint != header["fingerprint"]:
         raise ManifestError(
             f"{where} does not have the fingerprint that its header tells of: it was altered. "
@@ -222,6 +224,19 @@ def _check_names(names: Sequence[bytes], where: str) -> None:
         )
     if not all(map(operator.lt, names, names[1:])):
         raise ManifestError(f"The names in {where} are not sorted, or one comes twice. {_REMEDY}")
+
+
+def _check_facts(listing: Listing, where: str) -> None:
+    sizes, mtimes = np.asarray(listing.sizes), np.asarray(listing.mtimes)
+    # Not a number is a time that is not known; what no clock tells could not be given to a file.
+    odd = (sizes < UNKNOWN_SIZE) | (np.abs(np.nan_to_num(mtimes, posinf=np.inf)) > _LATEST)
+    if odd.any():
+        first = int(np.argmax(odd))
+        raise ManifestError(
+            f"{where} lists {os.fsdecode(listing.names[first])!r} with {sizes[first]} bytes and "
+            f"the time {mtimes[first]}; wanted are a size from 0 on, and seconds since 1970. "
+            f"{_REMEDY}"
+        )
 
 
 def _checksum(parts: Iterable[bytes | memoryview]) -> str:

@@ -17,7 +17,8 @@ class Observed:
 
     Attributes:
         equal_batches: Whether it is an error, and not only a warning, that other ranks have more or
-            fewer batches, as for a training loop in which every step waits for all ranks.
+            fewer batches, or other options, as for a training loop in which every step waits for
+            all ranks.
     """
 
     equal_batches = False
@@ -62,7 +63,7 @@ class Observed:
             self._agreement = agree(
                 self.dataset,
                 num_workers=self.num_workers,
-                epoch=position.epoch,
+                position=position,
                 batches=None if batches is None else batches - position.batches,
                 strict=self.equal_batches,
             )

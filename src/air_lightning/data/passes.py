@@ -10,9 +10,10 @@ from typing_extensions import override
 
 from air_lightning.data.agreement import Agreement
 from air_lightning.data.counters import counting_into
+from air_lightning.data.generators import borrowed_generators
 from air_lightning.data.progress import Position
 from air_lightning.data.timing import WaitTimer
-from air_lightning.data.worker import Delivered, borrowed_generators
+from air_lightning.data.worker import Delivered
 from air_lightning.errors import WorkerDiedError
 
 if TYPE_CHECKING:

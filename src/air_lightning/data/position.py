@@ -32,12 +32,14 @@ class Position(NamedTuple):
         delivered: Files delivered on this grid.
         finished: Whether the stream has no more.
         before: What other grids delivered of the epoch, before this one.
+        good: The place of the file that was delivered last, where bad ones are replaced.
     """
 
     epoch: int
     delivered: int
     finished: bool = False
     before: tuple[Layer, ...] = ()
+    good: int | None = None
 
 
 class StreamPass:
@@ -46,24 +48,31 @@ class StreamPass:
     Attributes:
         before: What other grids delivered of the epoch, before this one.
         good: The place of the file that was delivered last, None before the first one.
+        loaded: The position that was loaded for it, None where none was.
     """
 
     def __init__(
-        self, epoch: int, delivered: int, indices: Indices, before: tuple[Layer, ...]
+        self,
+        epoch: int,
+        delivered: int,
+        indices: Indices,
+        before: tuple[Layer, ...],
+        good: int | None = None,
     ) -> None:
         self.epoch = epoch
         self.delivered = delivered
         self.indices = indices
         self.before = before
         self.ended = False
-        self.good: int | None = None
+        self.good = good
+        self.loaded: Position | None = None
 
 
 def to_state(
     position: Position, grid: Grid, order: Order, files: Mapping[str, Any]
 ) -> dict[str, Any]:
     """The state dict of a stream, of plain JSON types."""
-    return {
+    state = {
         "version": VERSION,
         "delivered": position.delivered,
         "rank": grid.rank,
@@ -74,6 +83,7 @@ def to_state(
         "files": dict(files),
         "before": layers.to_json(position.before),
     }
+    return state if position.good is None else {**state, "good": position.good}
 
 
 def from_state(
@@ -118,7 +128,7 @@ def from_state(
             f"{grid.rank}, worker {grid.worker} has {length} per epoch. Load it on the grid and "
             "with the options it was taken with."
         )
-    return Position(epoch, delivered, before=before)
+    return Position(epoch, delivered, before=before, good=_good(state, length))
 
 
 def _check_version(state: Any) -> None:
@@ -137,12 +147,24 @@ def _check_version(state: Any) -> None:
 
 def _count(state: Mapping[str, Any], key: str) -> int:
     number = state.get(key)
-    if type(number) is not int or number < 0:
+    if type(number) is not int or not 0 <= number < layers.COUNTS:
         raise StateError(
-            f"The dataset state has {key}={number!r}; wanted is a number, 0 or more. Load the dict "
+            f"The dataset state has {key}={number!r}; wanted is a number from 0 on. Load the dict "
             "that state_dict() returned, unaltered or through JSON and back."
         )
     return number
+
+
+def _good(state: Mapping[str, Any], length: int) -> int | None:
+    if state.get("good") is None:
+        return None
+    good = _count(state, "good")
+    if good >= length:
+        raise StateError(
+            f"The dataset state has good={good}, and its stream has {length} files. Load the dict "
+            "that state_dict() returned, unaltered or through JSON and back."
+        )
+    return good
 
 
 def _mapping(state: Mapping[str, Any], key: str) -> Mapping[str, Any] | None:

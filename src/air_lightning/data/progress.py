@@ -18,7 +18,7 @@ from air_lightning.errors import GridMismatchError, StateError
 
 VERSION = 1
 
-_WANTED = "Load the dict that state_dict() returned, unaltered or through JSON and back."
+WANTED = "Load the dict that state_dict() returned, unaltered or through JSON and back."
 
 
 class Identity(NamedTuple):
@@ -147,8 +147,13 @@ def to_state(position: Position, identity: Identity, *, carry: bool = False) -> 
     return state
 
 
-def from_state(state: Mapping[str, Any], identity: Identity) -> Position:
+def from_state(state: Mapping[str, Any], identity: Identity, *, goes_on: bool = True) -> Position:
     """The position that a state dict describes, for the loader of this identity.
+
+    Args:
+        state: The state dict.
+        identity: Of the loader.
+        goes_on: Whether its streams go on here; otherwise what they left is dealt anew.
 
     Raises:
         StateError: The state has an unknown version, is another rank's, is malformed, or was taken
@@ -165,7 +170,7 @@ def from_state(state: Mapping[str, Any], identity: Identity) -> Position:
     if position.begun:
         _check_rank(state, identity)
         _check_files(state, identity)
-        _check_order(state, identity)
+        _check_order(state, identity, uneven=goes_on and bool(position.standings))
         warn_batch_size(state, identity)
     return position
 
@@ -207,9 +212,10 @@ def _before(state: Mapping[str, Any], identity: Identity) -> tuple[Layer, ...]:
         )
     if not value:
         return ()
-    count = (state.get("files") or {}).get("count")
-    if type(count) is not int:
-        raise StateError(f"The loader state has files={state.get('files')!r}. {_WANTED}")
+    files = state.get("files")
+    count = files.get("count") if isinstance(files, Mapping) else None
+    if type(count) is not int or not 0 <= count < EPOCHS:
+        raise StateError(f"The loader state has files={state.get('files')!r}. {WANTED}")
     return layers.from_json(value, count)
 
 
@@ -235,12 +241,16 @@ def _check_files(state: Mapping[str, Any], identity: Identity) -> None:
     )
 
 
-def _check_order(state: Mapping[str, Any], identity: Identity) -> None:
+def _check_order(state: Mapping[str, Any], identity: Identity, *, uneven: bool) -> None:
     taken, here = state.get("order"), identity.order
-    if not isinstance(taken, Mapping) or here is None:
+    if taken is None or here is None:
         return
-    # Not "uneven": what a list was padded with or cut by is no part of what was delivered.
-    changed = [key for key in ("shuffle", "seed") if taken.get(key) != here[key]]
+    if not isinstance(taken, Mapping):
+        raise StateError(f"The loader state has order={taken!r}; a dict is wanted. {WANTED}")
+    # What a list was padded with or cut by is no part of what was delivered, and matters only to
+    # streams that go on.
+    keys = ("shuffle", "seed", "uneven") if uneven else ("shuffle", "seed")
+    changed = [key for key in keys if taken.get(key) != here[key]]
     if changed:
         then, now = ({key: order.get(key) for key in changed} for order in (taken, here))
         raise StateError(
@@ -258,7 +268,7 @@ def _check_counts(position: Position) -> None:
     if (batches > items and not position.before) or (batches == 0 and items > 0):
         raise StateError(
             f"The loader state contradicts itself: batches={batches}, and the items of its "
-            f"workers are {items} in all. {_WANTED}"
+            f"workers are {items} in all. {WANTED}"
         )
 
 
@@ -266,7 +276,7 @@ def _check_epochs(position: Position, identity: Identity) -> None:
     if position.origins:
         raise StateError(
             f"The loader state has a worker that delivered no item ({min(position.origins)}); "
-            f"such a worker has no entry. {_WANTED}"
+            f"such a worker has no entry. {WANTED}"
         )
     for worker, standing in position.standings.items():
         told = standing.state.get("epoch", position.epoch)
@@ -274,7 +284,7 @@ def _check_epochs(position: Position, identity: Identity) -> None:
         if identity.files is not None and told != position.epoch:
             raise StateError(
                 f"The loader state contradicts itself: epoch={position.epoch}, and its worker "
-                f"{worker} was in epoch {told!r}. {_WANTED}"
+                f"{worker} was in epoch {told!r}. {WANTED}"
             )
 
 
@@ -293,7 +303,7 @@ def _parse(state: Mapping[str, Any], identity: Identity) -> Position:
     streams = max(1, identity.num_workers)
     files = state.get("files")
     if files is not None and not isinstance(files, Mapping):
-        raise StateError(f"The loader state has files={files!r}; a dict is wanted. {_WANTED}")
+        raise StateError(f"The loader state has files={files!r}; a dict is wanted. {WANTED}")
     try:
         ended = [_count(worker, below=streams) for worker in state.get("ended", ())]
         known = {
@@ -319,7 +329,7 @@ def _parse(state: Mapping[str, Any], identity: Identity) -> Position:
         ) from error
 
 
-def _count(number: Any, *, below: int | None = None) -> int:
-    if type(number) is not int or number < 0 or (below is not None and number >= below):
-        raise ValueError(f"{number!r} where a count {'' if below is None else f'below {below}'}")
+def _count(number: Any, *, below: int = EPOCHS) -> int:
+    if type(number) is not int or not 0 <= number < below:
+        raise ValueError(f"{number!r} where a count below {below}")
     return number

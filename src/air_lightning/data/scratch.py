@@ -20,6 +20,7 @@ from collections.abc import Callable
 
 from air_lightning.errors import InvalidArgumentError, StorageError
 from air_lightning.volumes import path as volume_path
+from air_lightning.volumes.base import FULL_DISK
 
 _PREFIX = "air-lightning-cache-"
 _OWNER = ".owner"
@@ -72,10 +73,15 @@ def shared_directory(cache_dir: str | os.PathLike[str]) -> str:
 
 def _check_locks(directory: str) -> None:
     """Write a file, and lock it: fails here rather than in the middle of an epoch."""
-    with tempfile.NamedTemporaryFile(prefix=".probe-", dir=directory) as probe:
-        probe.write(b"\0")
-        probe.flush()
-        fcntl.flock(probe.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
+    try:
+        with tempfile.NamedTemporaryFile(prefix=".probe-", dir=directory) as probe:
+            fcntl.flock(probe.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
+            probe.write(b"\0")
+            probe.flush()
+    except OSError as error:
+        # Full of cached files, as a restart finds it: they are evicted when there is need.
+        if error.errno not in FULL_DISK:
+            raise
 
 
 def _own(directory: str) -> int:

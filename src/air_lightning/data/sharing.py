@@ -3,17 +3,18 @@
 Only where the launcher's environment tells that this process is one of several ranks of a job, and
 without a word to the other ranks: a dataset that only one rank constructs must not wait for others.
 The list lies in a directory of this user's own in the machine's temporary directory, one file for
-each construction, beside a lock::
+each dataset, beside a lock::
 
+    wait       a mark for each rank that waits for the lock
     lock       the first rank gets it, the others wait; the kernel drops it when its holder dies
-    look       a list that lies there is taken if it is this job's, this construction's
-    list       otherwise: list, and put it there whole
-    note       each rank that took it; the last one removes it
+    look       a list that lies there is taken if its listing ended after this construction began
+    list       otherwise: list, and if others wait, put it there whole
+    clean up   whoever finds that nobody waits any more removes what lies there
 
-What must never be taken is a list from before: a process that constructs a dataset anew wants a
-fresh one. So the key holds the job, its restart and how often this process constructed this
-dataset; a list that was begun before this process began is refused, and no rank takes one twice.
-Whatever fails here, the rank lists for itself.
+What must never be taken is a list from before: one rank may have listed alone, then written files,
+then met the others at a barrier. So only a listing that was still under way when this rank came to
+construct is this rank's, too; after a quick one each rank lists, which is as quick again. Whatever
+fails here, the rank lists for itself.
 """
 
 import contextlib
@@ -24,8 +25,8 @@ import logging
 import os
 import stat as stat_module
 import tempfile
+import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -39,13 +40,12 @@ from air_lightning.volumes.base import Storage
 
 _logger = logging.getLogger("air_lightning")
 
-_SWEEP_S = 3600.0  # after which a list that not all ranks took is nobody's
+_SWEEP_S = 3600.0  # after which what a killed rank left behind is nobody's
 # What tells a job, or one start of it, from another.
 _JOB_VARIABLES = (
     *("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "MASTER_ADDR", "MASTER_PORT"),
     *("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT", "WORLD_SIZE", "LOCAL_WORLD_SIZE"),
 )
-_constructions: Counter[str] = Counter()
 
 
 class Seat(NamedTuple):
@@ -55,13 +55,11 @@ class Seat(NamedTuple):
         job: What the ranks of this start of the job have in common, and no other process.
         rank: The rank within the node.
         ranks: Ranks on this node, as far as they are known: as many, or more.
-        began: When this process had begun, in seconds since the machine did.
     """
 
     job: str
     rank: int
     ranks: int
-    began: float
 
 
 def list_for_node(
@@ -93,22 +91,20 @@ def share_listing(what: Mapping[str, Any], take: Callable[[], FileList]) -> File
             ``repr``.
         take: Lists it.
     """
-    text = repr(what)
-    _constructions[text] += 1
+    began = _now()
     seat = find_seat(os.environ)
     if seat is None:
         return take()
     try:
-        place = Place(seat, f"{text} {_constructions[text]}")
+        place = Place(seat, repr(what))
     except OSError as error:
         _logger.debug("Cannot share the file list with the ranks of this node: %s", error)
         return take()
     try:
-        files = place.read()
+        files = place.read(began)
         if files is None:
-            began = time.clock_gettime(time.CLOCK_BOOTTIME)
             files = take()
-            place.publish(files, began)
+            place.publish(files, _now())
         return files
     finally:
         place.close()
@@ -144,7 +140,7 @@ def _find_seat(environment: Mapping[str, str]) -> Seat | None:
     # Containers may share a temporary directory, and number their processes alike.
     job = [boot, os.stat("/proc/self/ns/pid").st_ino, launcher]
     job += [environment.get(name) for name in _JOB_VARIABLES]
-    return Seat(json.dumps(job), rank, ranks, _began(os.getpid()))
+    return Seat(json.dumps(job), rank, ranks)
 
 
 def _identity(pid: int) -> str:
@@ -158,6 +154,11 @@ def _began(pid: int) -> float:
     return (ticks + 1) / os.sysconf("SC_CLK_TCK")  # what is told is rounded down
 
 
+def _now() -> float:
+    """Seconds since the machine began, its sleep included: the same clock in all processes."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
 class Place:
     """The place of one listing, locked until it is closed.
 
@@ -167,25 +168,32 @@ class Place:
 
     def __init__(self, seat: Seat, what: str) -> None:
         key = hashlib.sha256(f"{seat.job}\0{what}".encode("utf-8", "surrogateescape")).hexdigest()
-        self._seat = seat
+        self._key = key
         self._list, self._lock_name = f"{key}.list", f"{key}.lock"
         self._directory = _open_directory()
+        mark = f"{key}-{os.getpid()}-{threading.get_ident()}.wait"
         try:
-            self._lock = _locked(self._directory, self._lock_name)
+            os.close(_open(mark, os.O_WRONLY | os.O_CREAT, self._directory))
+            try:
+                self._lock = _locked(self._directory, self._lock_name)
+            finally:
+                self._remove(mark)
         except BaseException:
             os.close(self._directory)
             raise
 
-    def read(self) -> FileList | None:
-        """The list that another rank put there, unless it is not for this one."""
+    def read(self, began: float) -> FileList | None:
+        """The list that another rank put there, unless it is from before.
+
+        Args:
+            began: When this rank came to construct: a list that was complete by then is not for it.
+        """
         try:
             descriptor = _open(self._list, os.O_RDONLY, self._directory)
             with open(descriptor, "rb") as file:
                 header, listing = unpack(file.read(), self._list)
-            taken = self._taken()
-            if header["began"] < self._seat.began or self._seat.rank in taken:
+            if not header["ended"] >= began:
                 return None
-            self._note(taken | {self._seat.rank})
             return FileList(listing.names, listing.sizes, listing.mtimes)
         except FileNotFoundError:
             return None
@@ -193,37 +201,41 @@ class Place:
             _logger.debug("Cannot take the file list of another rank: %s", error)
             return None
 
-    def publish(self, files: FileList, began: float) -> None:
-        """Put a list there for the other ranks, whole."""
+    def publish(self, files: FileList, ended: float) -> None:
+        """Put a list there, whole, if other ranks wait.
+
+        Args:
+            files: The list.
+            ended: When its listing was complete.
+        """
         draft = f"{self._list}.new"
         try:
             self._sweep()
-            self._remove(self._list)
+            if not self._awaited():
+                return
             descriptor = _open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, self._directory)
             with open(descriptor, "wb") as file:
-                file.writelines(pack(files, {"root": "", "began": began}))
-            self._note({self._seat.rank})
+                file.writelines(pack(files, {"root": "", "ended": ended}))
             os.rename(draft, self._list, src_dir_fd=self._directory, dst_dir_fd=self._directory)
         except OSError as error:
             _logger.debug("Cannot share the file list with the ranks of this node: %s", error)
             self._remove(draft)
 
     def close(self) -> None:
-        """Let the next rank look."""
+        """Let the next rank look; the last one takes everything away."""
+        with contextlib.suppress(OSError):
+            if not self._awaited():
+                self._remove(self._list)
+                self._remove(self._lock_name)
         # Explicitly: a child forked in the meantime would keep the lock with its descriptor.
         fcntl.flock(self._lock, fcntl.LOCK_UN)
         os.close(self._lock)
         os.close(self._directory)
 
-    def _taken(self) -> set[int]:
-        return set(json.loads(os.pread(self._lock, 1 << 20, 0) or b"[]"))
-
-    def _note(self, taken: set[int]) -> None:
-        os.ftruncate(self._lock, 0)
-        os.pwrite(self._lock, json.dumps(sorted(taken)).encode(), 0)
-        if len(taken) >= self._seat.ranks:
-            self._remove(self._list)
-            self._remove(self._lock_name)
+    def _awaited(self) -> bool:
+        """Whether another rank waits for the lock."""
+        names = os.listdir(self._directory)
+        return any(name.startswith(self._key) and name.endswith(".wait") for name in names)
 
     def _sweep(self) -> None:
         """Remove what was left behind long ago."""

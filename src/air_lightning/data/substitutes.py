@@ -1,8 +1,9 @@
 """Which files are tried in place of a bad one.
 
-Neighbours first: after them the choice is the same for a run that was resumed. Then ever farther
-ones, so that a long run of bad files ends in a good one as long as there are any to speak of, and
-a volume where nothing can be read ends in an error after a few dozen tries.
+Neighbours first, with the file that was delivered last, whose place a state keeps: so the choice is
+the same for a run that was resumed. Then ever farther ones, so that a long run of bad files ends in
+a good one as long as there are any to speak of, and a volume where nothing can be read ends in an
+error after a few dozen tries.
 """
 
 from collections.abc import Iterator

@@ -10,7 +10,9 @@ way, what has arrived. There is no lock that a killed worker could keep; two wor
 the same moment may start one download too many, which does no harm.
 
 The slots begin as few, a batch's worth, and grow with each file that arrives: the first batch comes
-soon, and a store that answers slowly, but many at a time, is asked for many.
+soon, and a store that answers slowly, but many at a time, is asked for many. So do the bytes that
+may be on their way. A few downloads may always be, however large: a store may limit each of them,
+and one that hangs must not hold up the others.
 """
 
 import mmap
@@ -23,12 +25,16 @@ from typing import NamedTuple
 
 import numpy as np
 
-_WAITS_FOR, _FILES, _BYTES, _ARRIVED = range(4)
+_WAITS_FOR, _FILES, _BYTES, _ARRIVED, _ARRIVED_BYTES = range(5)
 _NOTHING = 1 << 62
 
 FIRST_SLOTS = 32
 MAX_SLOTS = 512
-MAX_BYTES = 128 << 20  # on their way to one loader: a tenth of a second of a fast network
+FIRST_BYTES = 128 << 20  # on their way to one loader: a tenth of a second of a fast network
+MAX_BYTES = 1 << 30
+ALWAYS = 8  # downloads, or one for each worker where that is more
+_GROWTH = 4  # bytes that have to arrive for one more to be on its way: batches later than the first
+# take its bandwidth otherwise
 _POLL_S = (0.001, 0.02)
 _PATIENCE_S = 20.0  # after which a download starts anyhow, whatever the rows say
 
@@ -44,8 +50,8 @@ class Turns:
     def __init__(self, workers: int, batch_size: int) -> None:
         self._workers = workers
         self._batch_size = batch_size
-        memory = mmap.mmap(-1, workers * 4 * 8)
-        self._rows = np.frombuffer(memory, dtype=np.int64).reshape(workers, 4)
+        memory = mmap.mmap(-1, workers * 5 * 8)
+        self._rows = np.frombuffer(memory, dtype=np.int64).reshape(workers, 5)
         self._rows[:, _WAITS_FOR] = _NOTHING
 
     def turn(self, worker: int, first: int) -> "Turn":
@@ -93,30 +99,41 @@ class Turn:
         self._mine[_WAITS_FOR] = _NOTHING
 
     def _may_start(self, batch: int, size: int) -> bool:
-        _, files, under_way, arrived = self._rows.sum(axis=0).tolist()
+        _, files, under_way, arrived, arrived_bytes = self._rows.sum(axis=0).tolist()
         before = int((self._rows[:, _WAITS_FOR] < batch).sum())
         slots = min(FIRST_SLOTS + arrived, MAX_SLOTS)
         if files + before >= slots:
             return False
+        if files + before < max(ALWAYS, len(self._rows)):
+            return True
+        limit = min(FIRST_BYTES + arrived_bytes // _GROWTH, MAX_BYTES)
         if not before:
-            return bool(under_way < MAX_BYTES)
+            return bool(under_way < limit)
         # Room is left for those that come before, taken to be as large.
-        return bool(under_way + size * (before + 1) <= MAX_BYTES)
+        return bool(under_way + size * (before + 1) <= limit)
 
     @contextmanager
-    def under_way(self, size: int) -> Iterator[None]:
-        """Count a download while it lasts."""
-        self._add(1, size, 0)
-        try:
-            yield
-        finally:
-            self._add(-1, -size, 1)
+    def under_way(self, size: int) -> Iterator[Callable[[int], None]]:
+        """Count a download while it lasts; gives what corrects its size."""
+        taken = size
 
-    def _add(self, files: int, size: int, arrived: int) -> None:
+        def correct(size: int) -> None:
+            nonlocal taken
+            self._add(0, size - taken, 0, 0)
+            taken = size
+
+        self._add(1, size, 0, 0)
+        try:
+            yield correct
+        finally:
+            self._add(-1, -taken, 1, taken)
+
+    def _add(self, files: int, size: int, arrived: int, arrived_bytes: int) -> None:
         with self._lock:
             self._mine[_FILES] += files
             self._mine[_BYTES] += size
             self._mine[_ARRIVED] += arrived
+            self._mine[_ARRIVED_BYTES] += arrived_bytes
 
 
 class _Here(NamedTuple):

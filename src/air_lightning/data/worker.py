@@ -11,21 +11,18 @@ The state rides with the batch, so what the loader records is what was consumed:
 still prefetched keeps its state with it.
 """
 
-import contextlib
 import functools
 import hashlib
 import mmap
 import os
-import random
 import struct
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-import numpy as np
-import torch
 from torch.utils.data import default_convert, get_worker_info
 from torch.utils.data._utils.pin_memory import pin_memory
 
+from air_lightning.data.generators import seed_generators
 from air_lightning.data.layers import Layer
 from air_lightning.data.turns import Turns, take_part
 
@@ -301,28 +298,3 @@ def stream_seed(dataset: Any, rank: int, grids_before: int = 0) -> int:
     """
     seeds = (getattr(dataset, "seed", None), os.environ.get("PL_GLOBAL_SEED"))
     return digest(*seeds, rank, grids_before) if grids_before else digest(*seeds, rank)
-
-
-def seed_generators(seed: int) -> None:
-    """Seed Python's, NumPy's and torch's CPU generator with an unsigned 64-bit number."""
-    random.seed(seed)
-    # Both are the same generator: without a third word NumPy would draw what Python draws.
-    np.random.seed([seed & 0xFFFFFFFF, seed >> 32, 1])
-    # Not torch.manual_seed: per batch, it would queue a seeding of CUDA, stack trace included.
-    torch.default_generator.manual_seed(seed)
-
-
-@contextlib.contextmanager
-def borrowed_generators() -> Iterator[None]:
-    """Give the process's generators back as they were.
-
-    Without workers, items are made between training steps: their draws would otherwise change
-    dropout and initialisation, and those would change the augmentations.
-    """
-    python, numpy, torch_cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    try:
-        yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(numpy)
-        torch.set_rng_state(torch_cpu)

@@ -46,6 +46,13 @@ class AirAttach(Callback):
         bind(trainer)
 
     @override
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Look at what the strategy has just wrapped."""
+        binding = bound(trainer)
+        if binding is not None:
+            binding.note_alike()
+
+    @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Correct Lightning's count of epochs after a resume at an epoch's last step."""
         binding = bound(trainer)

@@ -14,11 +14,10 @@ Each call of the host takes these steps, on every rank::
 """
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
-import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.strategies import (
@@ -32,6 +31,9 @@ from lightning.pytorch.strategies import (
 )
 from lightning.pytorch.trainer.states import TrainerStatus
 
+from air_lightning.checkpoint.dcp import UCVolumeReader
+from air_lightning.checkpoint.restore import read_rank_blobs
+from air_lightning.checkpoint.state import is_storable
 from air_lightning.checkpoint.together import together
 from air_lightning.errors import (
     AirError,
@@ -92,13 +94,14 @@ class Binding:
         self.io: AirCheckpointIO = strategy.checkpoint_io
         self._trainer: Any = trainer
         self._strategy = strategy
-        self._restorer = Restorer(trainer)
+        self._restorer = Restorer(trainer, self._agree)
         self._load_lightnings = strategy.load_checkpoint
         self._is_restored = False
         self._prepared = False
         self._saved: tuple[int, str] | None = None
         self._entrance = Entrance(self.io.timeout_s)
         self.notices = LoggerNotices(self.io)
+        self.io.at_teardown(self.notices.give_at_end)
         for lightnings in trainer.loggers:
             self.notices.defer(lightnings)
         for callback in trainer.callbacks:
@@ -114,9 +117,17 @@ class Binding:
         strategy.load_model_state_dict = self.load_model_state_dict
         strategy.load_optimizer_state_dict = self.load_optimizer_state_dict
 
+    def go_on_elsewhere(self) -> None:
+        """Let every train loader of ours go on on another grid, whatever it was told itself."""
+        self._restorer.elastic = True
+
     def restore_validation(self) -> None:
         """Put the validation loaders where they were, once they are there."""
         self._restorer.restore_validation()
+
+    def note_alike(self) -> None:
+        """Note which parameters the strategy keeps equal on all ranks, before any is unfrozen."""
+        self._state.note_alike()
 
     def prepare_once(self) -> None:
         """Allocate staging memory in the background, once the optimizers have their states."""
@@ -128,11 +139,7 @@ class Binding:
         weights = self._state.weights_here()
         moments = [value for state in states for value in state.values()]
         self.io.prepare(
-            [
-                value
-                for value in [*weights, *moments]
-                if isinstance(value, torch.Tensor) and value.dim() > 0
-            ]
+            [value for value in [*weights, *moments] if is_storable(value) and value.dim() > 0]
         )
 
     def save_checkpoint(
@@ -155,6 +162,7 @@ class Binding:
                 len(checkpoint.get("optimizer_states", ()))
             ),
             rank_blob=self._restorer.position(),
+            alike=self._state.alike,
             storage_options=storage_options,
         )
         if "optimizer_states" in checkpoint:
@@ -216,8 +224,23 @@ class Binding:
         else:
             checkpoint, blob = self.io.load_on_this_rank(checkpoint_path, weights_only=weights_only)
         if self._trainer.state.fn == "fit":
-            self._restorer.arm(blob, self._strategy.broadcast(Origin.of(blob)))
+
+            def read_blobs(ranks: Iterable[int]) -> list[Any]:
+                return self._read_blobs(checkpoint_path, ranks, weights_only)
+
+            self._restorer.arm(blob, self._strategy.broadcast(Origin.of(blob)), read_blobs)
         return checkpoint
+
+    def _read_blobs(
+        self, checkpoint_path: Any, ranks: Iterable[int], weights_only: bool | None
+    ) -> list[Any]:
+        told = self.weights_only if weights_only is None else weights_only
+        target, _ = self.io.locate(checkpoint_path)
+        # Many small reads from as many files: what they cost is the wait for each.
+        reader = UCVolumeReader(
+            target, verify=self.io.verify, storage_options=self.io.storage_options, thread_count=16
+        )
+        return read_rank_blobs(reader, ranks, weights_only=told)
 
     def _load_shards(
         self, checkpoint_path: Any, weights_only: bool | None

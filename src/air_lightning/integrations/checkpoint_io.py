@@ -31,6 +31,7 @@ from air_lightning.checkpoint import attempt
 from air_lightning.checkpoint.catalog import remove_checkpoint
 from air_lightning.checkpoint.clone import can_clone, clone
 from air_lightning.checkpoint.dcp import UCVolumeReader, UCVolumeWriter
+from air_lightning.checkpoint.order import both
 from air_lightning.checkpoint.room import Detour
 from air_lightning.checkpoint.saver import AsyncSaver
 from air_lightning.checkpoint.state import read_checkpoint, to_entries
@@ -81,6 +82,8 @@ class AirCheckpointIO(CheckpointIO):
         self.group: dist.ProcessGroup | None = None
         self._world: object | None = None
         self._bound = False
+        self._then: Callable[[], None] | None = None
+        self._clones: dict[str, bool] = {}
 
     @property
     def stats(self) -> list[Any]:
@@ -115,6 +118,7 @@ class AirCheckpointIO(CheckpointIO):
         *,
         optimizer_names: Sequence[Mapping[int, str] | None],
         rank_blob: Mapping[str, Any],
+        alike: Mapping[str, torch.Tensor],
         storage_options: dict[str, Any] | None = None,
     ) -> None:
         """Start saving, together with every other rank; returns once the state is staged.
@@ -124,6 +128,7 @@ class AirCheckpointIO(CheckpointIO):
             path: Directory that becomes the checkpoint, from ``choose_target``.
             optimizer_names: For each optimizer, the parameter name of each integer id.
             rank_blob: What only this rank knows: loader position and generators.
+            alike: The parameters that are equal on all ranks, by name.
             storage_options: Options for fsspec, over those of the constructor.
 
         Raises:
@@ -137,6 +142,7 @@ class AirCheckpointIO(CheckpointIO):
             names=optimizer_names,
             rank=rank,
             rank_blob=rank_blob,
+            alike=alike,
             storage_options=storage_options,
         )
 
@@ -148,12 +154,15 @@ class AirCheckpointIO(CheckpointIO):
         names: Sequence[Mapping[int, str] | None],
         rank: int,
         rank_blob: Mapping[str, Any],
+        alike: Mapping[str, torch.Tensor],
         storage_options: dict[str, Any] | None,
     ) -> None:
         saver = self._saver
         assert saver is not None
         options = storage_options or self.storage_options
-        entries = to_entries(checkpoint, optimizer_names=names, rank=rank, rank_blob=rank_blob)
+        entries = to_entries(
+            checkpoint, optimizer_names=names, rank=rank, rank_blob=rank_blob, alike=alike
+        )
         # Taken out here: the closure would keep the whole unstaged state alive during the upload.
         step, epoch = checkpoint.get("global_step"), checkpoint.get("epoch")
         weights_only = "optimizer_states" not in checkpoint
@@ -171,7 +180,8 @@ class AirCheckpointIO(CheckpointIO):
         def replace_other() -> None:
             attempt.settle(target, options)
 
-        saver.save(entries, make_writer, on_published=replace_other if rank == 0 else None)
+        follow_up = replace_other if rank == 0 else None
+        saver.save(entries, make_writer, on_published=follow_up, unshared=entries.unshared)
 
     def choose_target(self, path: PathLike) -> str:
         """Where the next save to a path goes; asked on one rank, after ``wait`` on all.
@@ -215,6 +225,7 @@ class AirCheckpointIO(CheckpointIO):
             names=nameless,
             rank=0,
             rank_blob={},
+            alike={},
             storage_options=storage_options,
         )
 
@@ -283,7 +294,7 @@ class AirCheckpointIO(CheckpointIO):
         target = volume_path.normalize(path, allow_local=True)
 
         def remove() -> None:
-            for name in attempt.both(target):
+            for name in both(target):
                 remove_checkpoint(name, storage_options=self.storage_options)
 
         if self._saver is None:
@@ -312,7 +323,12 @@ class AirCheckpointIO(CheckpointIO):
         """
         source = volume_path.normalize(path, allow_local=True)
         target = volume_path.normalize(name, allow_local=True)
-        if volume_path.parent(source) != volume_path.parent(target) or not can_clone(target):
+        parent = volume_path.parent(target)
+        if volume_path.parent(source) != parent or target.startswith("/Volumes/"):
+            return False  # a volume has no links, and is not asked for them
+        if parent not in self._clones:
+            self._clones[parent] = can_clone(target)
+        if not self._clones[parent]:
             return False
 
         def make() -> None:
@@ -354,6 +370,12 @@ class AirCheckpointIO(CheckpointIO):
         """Wait for the save in flight, bounded; its error stays for ``wait`` and masks no other."""
         if self._saver is not None:
             self._saver.settle()
+        if self._then is not None:
+            self._then()
+
+    def at_teardown(self, action: Callable[[], None]) -> None:
+        """Run something, instead of what was given before, once the last save has settled."""
+        self._then = action
 
     def _resolve(self, path: PathLike) -> str:
         target = volume_path.normalize(path, allow_local=True)

@@ -18,10 +18,19 @@ _log = logging.getLogger("air_lightning")
 
 _FIRST_POLL_S, _LAST_POLL_S = 0.0005, 0.05
 _WARN_AFTER_S = 30.0
+_COMPLETE, _ABANDONED = "complete", "abandoned"
+
+
+# The round that this process enters next, and the process group that counts them. Not kept by each
+# Trainer: the keys of a second one in the same process would be those of the first.
+_next_round: tuple[object, int] = (None, 0)
 
 
 class Entrance:
     """The door of one run's saves.
+
+    A round is complete when every rank has entered it, or abandoned when one stopped waiting before
+    that: the store decides which came first, so that no rank goes in where another has left.
 
     Args:
         timeout_s: Seconds that ranks wait for each other.
@@ -29,8 +38,6 @@ class Entrance:
 
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
-        self._group: object | None = None
-        self._count = 0
 
     def enter(self, timeout_s: float | None = None) -> None:
         """Wait until every rank is here.
@@ -44,36 +51,81 @@ class Entrance:
         store, world_size = default_store()
         if store is None:
             return
-        if dist.group.WORLD is not self._group:
-            self._group, self._count = dist.group.WORLD, 0
-        self._count += 1
-        key, rank = f"air_save/{self._count}", dist.get_rank()
-        store.set(f"{key}/{rank}", "")
-        store.add(f"{key}/here", 1)
-        limit = self._timeout_s if timeout_s is None else timeout_s
-        begun, poll, warned = time.monotonic(), _FIRST_POLL_S, False
-        while store.add(f"{key}/here", 0) < world_size:
-            waited = time.monotonic() - begun
-            if waited > limit:
-                raise _missing(store, key, world_size, waited)
-            if waited > _WARN_AFTER_S and not warned:
+        number = _number(store)
+        door = _Door(store, number, dist.get_rank(), world_size)
+        if not door.wait(self._timeout_s if timeout_s is None else timeout_s):
+            raise door.missing()
+        # All are here, so nobody looks at the round before any more.
+        _Door(store, number - 1, dist.get_rank(), world_size).forget()
+
+
+class _Door:
+    """One round, as one rank sees it."""
+
+    def __init__(self, store: Any, number: int, rank: int, world_size: int) -> None:
+        self._store = store
+        self._key = f"air_save/{number}"
+        self._rank = rank
+        self._world_size = world_size
+        self._begun = time.monotonic()
+
+    @property
+    def state(self) -> str:
+        key = f"{self._key}/state"
+        return self._store.get(key).decode() if self._store.check([key]) else ""
+
+    def wait(self, limit_s: float) -> bool:
+        """Whether the round is complete."""
+        self._store.set(f"{self._key}/{self._rank}", "")
+        if self._store.add(f"{self._key}/here", 1) == self._world_size:
+            return self._decide(_COMPLETE) == _COMPLETE
+        poll, warned = _FIRST_POLL_S, False
+        while not self.state:
+            if self._waited > limit_s:
+                return self._decide(_ABANDONED) == _COMPLETE
+            if self._waited > _WARN_AFTER_S and not warned:
                 warned = True
-                _log.warning("%s", _missing(store, key, world_size, waited))
+                _log.warning("%s", self.missing())
             time.sleep(poll)
             poll = min(2 * poll, _LAST_POLL_S)
-        # All are here, so nobody looks at the one before any more.
-        store.delete_key(f"air_save/{self._count - 1}/{rank}")
-        if rank == 0:
-            store.delete_key(f"air_save/{self._count - 1}/here")
+        return self.state == _COMPLETE
+
+    def _decide(self, state: str) -> str:
+        """Make the round's state this one, unless it has one; returns which it is."""
+        decided: bytes = self._store.compare_set(f"{self._key}/state", "", state)
+        return decided.decode()
+
+    @property
+    def _waited(self) -> float:
+        return time.monotonic() - self._begun
+
+    def missing(self) -> SaveFailedError:
+        ranks = range(self._world_size)
+        absent = [rank for rank in ranks if not self._store.check([f"{self._key}/{rank}"])]
+        return SaveFailedError(
+            f"A checkpoint is to be saved, and of {self._world_size} ranks these have not come to "
+            f"it in {self._waited:.0f} s: {', '.join(map(str, absent)) or 'none, but too late'}. "
+            "Call trainer.save_checkpoint on every rank, outside of any `if` on the rank; where a "
+            "rank failed, see its own error."
+        )
+
+    def forget(self) -> None:
+        """Delete what this rank left in the store."""
+        names = (self._rank, "here", "state") if self._rank == 0 else (self._rank,)
+        for name in names:
+            self._store.delete_key(f"{self._key}/{name}")
 
 
-def _missing(store: Any, key: str, world_size: int, waited: float) -> SaveFailedError:
-    absent = [rank for rank in range(world_size) if not store.check([f"{key}/{rank}"])]
-    return SaveFailedError(
-        f"A checkpoint is to be saved, and of {world_size} ranks these have not come to it in "
-        f"{waited:.0f} s: {', '.join(map(str, absent))}. Call trainer.save_checkpoint on every "
-        "rank, outside of any `if` on the rank; where a rank failed, see its own error."
-    )
+def _number(store: Any) -> int:
+    """The round to enter: the next one that was not abandoned before this rank came."""
+    global _next_round  # noqa: PLW0603 - see above
+    world, number = _next_round
+    if world is not dist.group.WORLD:
+        number = 1
+    while _Door(store, number, 0, 0).state == _ABANDONED:
+        number += 1
+    _next_round = (dist.group.WORLD, number + 1)
+    return number
 
 
 def default_store() -> tuple[Any, int]:

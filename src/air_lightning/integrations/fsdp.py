@@ -55,7 +55,7 @@ class FsdpState(ModelParallelState):
     @override
     def weights_here(self) -> Iterable[Any]:
         """The flat parameters' shards."""
-        return list(self.strategy.model.parameters())
+        return [parameter.detach() for parameter in self.strategy.model.parameters()]
 
     @override
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:

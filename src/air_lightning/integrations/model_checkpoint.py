@@ -9,6 +9,7 @@ on_exception  a checkpoint that cannot be saved is a line in the log: the user's
               a run that ends on a signal has saved already
 """
 
+import copy
 import logging
 import os
 from collections import deque
@@ -17,11 +18,11 @@ from typing import Any
 
 from lightning.pytorch import Trainer
 
-from air_lightning.errors import SaveFailedError
 from air_lightning.integrations.checkpoint_io import AirCheckpointIO
 from air_lightning.integrations.signals import Preempted
 from air_lightning.volumes import path as volume_path
 
+_TELL = "_air_lightning_tell"
 _log = logging.getLogger("air_lightning")
 
 
@@ -55,6 +56,7 @@ class Adopted:
 
     def __init__(self, callback: Any, io: AirCheckpointIO) -> None:
         self._io = io
+        self._callback = callback
         self._save = callback._save_checkpoint
         self._save_topk = callback._save_topk_checkpoint
         self._save_last = callback._save_last_checkpoint
@@ -79,7 +81,27 @@ class Adopted:
 
     def _note_topk(self, trainer: Trainer, candidates: Any) -> None:
         self._fresh = None  # nothing was in the top k this time, unless a save follows
-        self._save_topk(trainer, candidates)
+        before = self._callback.last_model_path
+        if self._callback.save_last is True:
+            # Part of the state that is saved, and of the second name's. Without it a resumed run
+            # takes its last checkpoint for another's, and leaves it there for good.
+            self._callback.last_model_path = self._coming_last(trainer, candidates)
+        try:
+            self._save_topk(trainer, candidates)
+        finally:
+            self._callback.last_model_path = before
+
+    def _coming_last(self, trainer: Trainer, candidates: Any) -> str:
+        """The name that Lightning is about to give to the last checkpoint."""
+        callback = self._callback
+        name = callback.CHECKPOINT_NAME_LAST
+        path: str = callback.format_checkpoint_name(candidates, name)
+        if callback._enable_version_counter:
+            version = callback.STARTING_VERSION
+            while callback.file_exists(path, trainer) and path != callback.last_model_path:
+                path = callback.format_checkpoint_name(candidates, name, ver=version)
+                version += 1
+        return path
 
     def _save_last_once(self, trainer: Trainer, candidates: Any) -> None:
         # Lightning calls the two one after the other: nothing has changed in between.
@@ -106,17 +128,35 @@ class LoggerNotices:
 
     def defer(self, logger: Any) -> None:
         """Let this logger be told later."""
-        tell = logger.after_save_checkpoint
+        # A logger of an earlier Trainer is told for this one, not for both.
+        tell = getattr(logger.after_save_checkpoint, _TELL, logger.after_save_checkpoint)
 
         def later(callback: Any) -> None:
-            self._io.after_published(lambda: self._ready.append(lambda: tell(callback)))
+            then = _as_it_is(callback)
+            self._io.after_published(lambda: self._ready.append(lambda: tell(then)))
 
+        setattr(later, _TELL, tell)
         logger.after_save_checkpoint = later
 
     def give(self) -> None:
         """Tell what there is to tell, on the calling thread: loggers may know nothing of others."""
         while self._ready:
             self._ready.popleft()()
+
+    def give_at_end(self) -> None:
+        """The same where an error may be on its way, which must not be masked."""
+        try:
+            self.give()
+        except Exception:  # noqa: BLE001 - logged
+            _log.exception("A logger failed when it was told of a checkpoint.")
+
+
+def _as_it_is(callback: Any) -> Any:
+    """A ModelCheckpoint with the paths that it has now: it will name others when it is told of."""
+    real = callback.__init__.__self__  # Lightning passes a weak proxy, which cannot be copied
+    then = copy.copy(real)
+    then.best_k_models = dict(real.best_k_models)
+    return then
 
 
 def save_on_exception_quietly(callback: Any) -> None:
@@ -131,7 +171,7 @@ def save_on_exception_quietly(callback: Any) -> None:
             return
         try:
             save(trainer, pl_module, exception)
-        except SaveFailedError as error:
+        except Exception as error:  # noqa: BLE001 - the other ranks may be gone in any way
             _log.error("No checkpoint is saved on the exception. %s", error)
 
     callback.on_exception = on_exception

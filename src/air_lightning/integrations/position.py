@@ -6,25 +6,25 @@ batch that was not trained on. Here every rank keeps its own, in one blob of the
 
     save     position(trainer)      loader states less what the fetcher holds ahead, and RNG
     restore  Restorer.arm(blob)
-               loader states        where Lightning would load its own: before ``iter()``
+               loader states        where Lightning would load its own: before ``iter()``; on
+                                    another grid from the states of all ranks (regrid.py)
                RNG                  after the first batch was fetched, before anything uses it:
                                     creating iterators draws from torch's generator
 """
 
 import contextlib
-import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from lightning.pytorch.loops.loop import _Loop
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from air_lightning.checkpoint.rng import capture_rng_state, restore_rng_state
 from air_lightning.data.loader import DataLoader
-from air_lightning.errors import GridMismatchError, NotCheckpointableError, StateError
+from air_lightning.errors import NotCheckpointableError, StateError
+from air_lightning.integrations import regrid
 
 BLOB_VERSION = 1
-
-logger = logging.getLogger("air_lightning")
 
 
 def position(trainer: Any, rng: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -54,16 +54,25 @@ class Origin(NamedTuple):
 
     version: Any
     world_size: int
+    loaders: int | None  # number of train loaders; None where there were none yet
     has_positions: bool  # of loaders, which belong to that world size
+    epoch_done: bool
 
     @classmethod
     def of(cls, blob: Mapping[str, Any] | None) -> "Origin | None":
         """As a rank's blob tells it; None without a blob."""
         if not blob:
             return None
-        states = blob.get("loaders") or ()
-        has_positions = any(state is not None for state in states)
-        return cls(blob.get("version"), blob.get("world_size", 0), has_positions)
+        states = blob.get("loaders")
+        has_positions = any(state is not None for state in states or ())
+        count = None if states is None else len(states)
+        return cls(
+            version=blob.get("version"),
+            world_size=blob.get("world_size", 0),
+            loaders=count,
+            has_positions=has_positions,
+            epoch_done=bool(blob.get("epoch_done")),
+        )
 
 
 def start_next_pass(trainer: Any) -> None:
@@ -79,7 +88,7 @@ def start_next_pass(trainer: Any) -> None:
             continue
         if trainer.overfit_batches > 0:
             loader.set_epoch(0)  # the same batches again and again are what was asked for
-        elif state["batches"] > 0:
+        elif _is_begun(state):
             loader.set_epoch(loader.epoch + 1)
         elif trainer.reload_dataloaders_every_n_epochs and loader.epoch < trainer.current_epoch:
             loader.set_epoch(trainer.current_epoch)  # a new loader begins at epoch 0
@@ -148,9 +157,19 @@ class Validation:
 class Restorer:
     """Gives each rank its own loader states and generators back, at the moments that are right."""
 
-    def __init__(self, trainer: Any) -> None:
+    def __init__(self, trainer: Any, agree: Callable[[Callable[[], Any]], Any]) -> None:
+        """Take the place of Lightning's own restoring.
+
+        Args:
+            trainer: The Trainer.
+            agree: Gives rank 0's answer to a question, or its error, to every rank.
+        """
+        self.elastic = False  # whether every loader of ours may go on on another grid
         self._trainer = trainer
+        self._agree = agree
+        self._origin: Origin | None = None
         self._loaders_due: Mapping[str, Any] | None = None
+        self._read_blobs: regrid.ReadBlobs | None = None
         self._rng_due: Mapping[str, Any] | None = None
         self._validation_due: list[int | None] = []
         self._rng_before_batch: Mapping[str, Any] | None = None
@@ -164,7 +183,12 @@ class Restorer:
         loop._load_combined_loader_states = self._load_loaders
         loop.epoch_loop._on_after_fetch = self._on_after_fetch
 
-    def arm(self, blob: Mapping[str, Any] | None, origin: Origin | None) -> None:
+    def arm(
+        self,
+        blob: Mapping[str, Any] | None,
+        origin: Origin | None,
+        read_blobs: regrid.ReadBlobs,
+    ) -> None:
         """Keep a loaded blob until the loaders and the first batch are there.
 
         Args:
@@ -172,10 +196,10 @@ class Restorer:
             origin: What rank 0's blob says, so that every rank decides alike: one that the
                 checkpoint does not know would else wait for those that raised. None where there
                 is no blob, as in Lightning's own files.
+            read_blobs: Reads those of other ranks, where they are needed.
 
         Raises:
             StateError: The blob has a version that is not known here.
-            GridMismatchError: The loader positions are of another world size.
         """
         if origin is None:
             return
@@ -184,11 +208,12 @@ class Restorer:
                 f"The per-rank state has version {origin.version!r}; this release reads "
                 f"version {BLOB_VERSION}. Load it with the release that wrote it."
             )
-        here = self._trainer.world_size
-        if origin.world_size != here:
-            self._go_on_elsewhere(origin, here)
+        self._origin, self._read_blobs = origin, read_blobs
+        self._loaders_due = blob or {}
+        self._rng_due = blob["rng"] if blob else None
+        if origin.world_size != self._trainer.world_size:
+            self._tell_of_other_ranks(origin)
         elif blob:
-            self._loaders_due, self._rng_due = blob, blob["rng"]
             self._validation_due = blob["validation_epochs"]
             if blob.get("in_validation"):
                 self._rng_due = None
@@ -217,41 +242,60 @@ class Restorer:
                 loader.set_epoch(epoch)
         self._validation.begin_again()
 
-    def _go_on_elsewhere(self, origin: "Origin", here: int) -> None:
-        if origin.has_positions:
-            raise GridMismatchError(
-                f"The checkpoint was taken with {origin.world_size} ranks, and this run has "
-                f"{here}: the loader positions of another grid would skip and repeat files. Start "
-                f"with {origin.world_size} ranks, or begin a new epoch from its weights alone."
-            )
-        if self._trainer.is_global_zero:
-            logger.info(
-                "The checkpoint was taken with %d ranks, and this run has %d: random generators "
-                "begin anew.",
-                origin.world_size,
-                here,
-            )
+    def _tell_of_other_ranks(self, origin: Origin) -> None:
+        rank_zero_info(
+            f"The checkpoint was taken with {origin.world_size} ranks, and this run has "
+            f"{self._trainer.world_size}. Random generators go on on ranks that were there; those "
+            "of others are as this start seeded them. Validation loaders begin anew."
+        )
 
     def _load_loaders(self) -> None:
         blob, self._loaders_due = self._loaders_due, None
-        if blob is None:
+        origin, self._origin = self._origin, None
+        if blob is None or origin is None:
             self._load_lightnings()
             return
         loop = self._trainer.fit_loop
-        if blob["epoch_done"]:
-            _begin_next_epoch(loop)
-        if blob["loaders"] is None:
-            return
         loaders = list(_loaders(loop))
-        if len(loaders) != len(blob["loaders"]):
+        for loader in loaders:
+            if isinstance(loader, DataLoader):
+                loader.elastic = loader.elastic or self.elastic
+        if origin.loaders is not None and len(loaders) != origin.loaders:
             raise StateError(
-                f"The checkpoint has the positions of {len(blob['loaders'])} train loaders, and "
+                f"The checkpoint has the positions of {origin.loaders} train loaders, and "
                 f"this run has {len(loaders)}; give the same loaders in the same order."
             )
-        for loader, state in zip(loaders, blob["loaders"], strict=True):
-            if state is not None:
-                next_epoch = blob["epoch_done"] and not self._trainer.overfit_batches
-                _load(loader, state, epoch_done=next_epoch)
+        then = self._agree(lambda: self._states_of_all(blob, origin, loaders))
+        own = blob.get("loaders") or [None] * len(loaders)
+        for loader, state, of_all in zip(loaders, own, then.states, strict=True):
+            if (of_all or state) is not None:
+                _load(loader, of_all or state)
+        is_over = bool(blob.get("epoch_done", origin.epoch_done))
+        if any(then.states):
+            is_over = regrid.recount(self._trainer, loaders, then)
+        if is_over:
+            _begin_next_epoch(loop)
+            self._end_passes(loaders)
+
+    def _states_of_all(
+        self, blob: Mapping[str, Any], origin: Origin, loaders: list[Any]
+    ) -> regrid.Then:
+        """What the loaders need to go on on another grid; nothing on the one they were on."""
+        own, here = blob.get("loaders") or [], self._trainer.world_size
+        if origin.world_size == here and not any(map(regrid.is_elsewhere, loaders, own)):
+            return regrid.Then([None] * len(loaders), epoch_done=False)
+        if not origin.has_positions:
+            return regrid.Then([None] * len(loaders), epoch_done=False)
+        assert self._read_blobs is not None
+        return regrid.read_states(self._read_blobs, loaders, own, origin.world_size, here)
+
+    def _end_passes(self, loaders: list[Any]) -> None:
+        """Leave no loader in a pass that the Trainer ended before it did (limit_train_batches)."""
+        for loader in loaders:
+            if isinstance(loader, DataLoader) and not self._trainer.overfit_batches:
+                state = _state(loader, 0)
+                if state is not None and _is_begun(state):
+                    loader.set_epoch(state["epoch"] + 1)
 
     def _on_after_fetch(self) -> None:
         self._after_fetch()
@@ -274,7 +318,7 @@ def _begin_next_epoch(fit_loop: Any) -> None:
         _Loop.restarting.fset(fit_loop, False)
 
 
-def _load(loader: Any, state: dict[str, Any], *, epoch_done: bool) -> None:
+def _load(loader: Any, state: Any) -> None:
     if not hasattr(loader, "load_state_dict"):
         raise StateError(
             f"The checkpoint has the position of a train loader, and this run's "
@@ -282,9 +326,11 @@ def _load(loader: Any, state: dict[str, Any], *, epoch_done: bool) -> None:
             "saved."
         )
     loader.load_state_dict(state)
-    if epoch_done and isinstance(loader, DataLoader) and state["batches"] > 0:
-        # The Trainer ended that epoch before the loader did (limit_train_batches).
-        loader.set_epoch(state["epoch"] + 1)
+
+
+def _is_begun(state: Mapping[str, Any]) -> bool:
+    """Whether a loader's state is within a pass, be it one that another grid began."""
+    return state["batches"] > 0 or bool(state.get("before"))
 
 
 def _loaders(loop: Any) -> Iterator[Any]:

@@ -49,11 +49,16 @@ class AirResume(AirAttach):
             path). Default: the directories of the Trainer's ``ModelCheckpoint`` callbacks, those
             with ``save_weights_only=True`` left out, since nothing can be resumed from these.
         storage_options: Options for fsspec when ``dirpath`` is a URL.
+        elastic: Whether training may go on with another number of ranks or workers than it was
+            saved with: what is left of the epoch is shared out, each file once. As
+            ``elastic=True`` of every ``air_lightning.DataLoader`` that trains, or of
+            ``AirDataModule``, either of which is enough without this.
         save_on_signal: On SIGTERM or SIGUSR1 to any rank, end the step, save once, and exit with
             status 143; see "Preemption" in the docs.
 
     Raises:
         InvalidPathError: ``dirpath`` is no path of these kinds.
+        InvalidArgumentError: ``elastic`` is neither true nor false.
     """
 
     def __init__(
@@ -61,10 +66,14 @@ class AirResume(AirAttach):
         dirpath: str | os.PathLike[str] | None = None,
         *,
         storage_options: dict[str, Any] | None = None,
+        elastic: bool = False,
         save_on_signal: bool = True,
     ) -> None:
+        if not isinstance(elastic, bool):
+            raise InvalidArgumentError(f"elastic={elastic!r} was given; true or false is wanted.")
         self.dirpath = None if dirpath is None else volume_path.normalize(dirpath, allow_local=True)
         self.storage_options = storage_options
+        self.elastic = elastic
         self._preemption = Preemption(self._roots) if save_on_signal else None
 
     @override
@@ -75,13 +84,16 @@ class AirResume(AirAttach):
             InvalidArgumentError: The Trainer has no AirCheckpointIO.
         """
         set_share(data_share(trainer.strategy))
-        if bind(trainer) is None:
+        binding = bind(trainer)
+        if binding is None:
             raise InvalidArgumentError(
                 "AirResume needs Trainer(plugins=[AirCheckpointIO()]); this Trainer saves through "
                 f"{type(getattr(trainer.strategy, '_checkpoint_io', None)).__name__}, whose "
                 "checkpoints hold rank 0's position only. (Import Trainer from lightning: the "
                 "names of pytorch_lightning are other classes, and do not work with these.)"
             )
+        if self.elastic:
+            binding.go_on_elsewhere()
         if stage == "fit":
             self._bind_choice(trainer)
             if self._preemption is not None:

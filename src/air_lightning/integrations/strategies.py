@@ -4,6 +4,7 @@ Each class below is one kind of strategy, and has the same steps for ``binding.B
 
     bind             replaces on the strategy instance what collects its state
     optimizer_names  the parameter name of each id in the optimizers' states
+    note_alike       which parameters are equal on all ranks, which then share the writing
     sharding         what each rank holds of the parameters, so that it loads no more than that
     load_model       after ``on_load_checkpoint``, as under every strategy
     load_optimizers  likewise
@@ -23,8 +24,11 @@ from typing import Any
 import torch
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import ModelParallelStrategy
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from typing_extensions import override
 
-from air_lightning.checkpoint.names import renamed
+from air_lightning.checkpoint.names import clean, renamed
 from air_lightning.checkpoint.sharding import fitted
 from air_lightning.checkpoint.state import optimizer_names
 
@@ -38,6 +42,7 @@ class ReplicatedState:
 
     def __init__(self, strategy: Any) -> None:
         self.strategy = strategy
+        self.alike: Mapping[str, torch.Tensor] = {}  # parameters that all ranks surely hold alike
         self._load_model = strategy.load_model_state_dict
         self._load_optimizers = strategy.load_optimizer_state_dict
         self.bind()
@@ -50,14 +55,23 @@ class ReplicatedState:
         named = list(self.strategy.lightning_module.named_parameters())
         return [optimizer_names(named, optimizer) for optimizer in self.strategy.optimizers[:count]]
 
+    def note_alike(self) -> None:
+        """DDP keeps equal what it reduces: what was trainable when it wrapped the module."""
+        self.alike = _reduced(self.strategy)
+
     def sharding(self) -> Mapping[str, torch.Tensor]:
         """The weights as they lie on this rank."""
         weights: Mapping[str, torch.Tensor] = self.strategy.lightning_module.state_dict()
         return weights
 
     def weights_here(self) -> Iterable[Any]:
-        """As much memory as the weights take on this rank, as tensors; no collectives."""
-        return self.sharding().values()
+        """As much memory as this rank's part of the weights takes, as tensors; no collectives."""
+        first = self.strategy.is_global_zero
+        return [
+            weight
+            for name, weight in self.sharding().items()
+            if first or isinstance(weight, DTensor) or clean(name) in self.alike
+        ]
 
     def load_model(self, checkpoint: Mapping[str, Any], strict: bool) -> None:
         """Put the weights of a checkpoint into the model."""
@@ -84,6 +98,10 @@ class ModelParallelState(ReplicatedState):
                 "%s was told to save whole state dicts; AirCheckpointIO saves shards all the same.",
                 type(self.strategy).__name__,
             )
+
+    @override
+    def note_alike(self) -> None:
+        """None: nothing averages the gradients of a parameter that is not sharded."""
 
     def _saves_shards(self) -> bool:
         return bool(self.strategy._save_distributed_checkpoint)
@@ -115,6 +133,21 @@ class ModelParallelState(ReplicatedState):
         states = checkpoint["optimizer_states"]
         for optimizer, state in zip(self.strategy.optimizers, states, strict=True):
             optimizer.load_state_dict(_fitted_moments(state, optimizer))
+
+
+def _reduced(strategy: Any) -> dict[str, torch.Tensor]:
+    """The parameters whose gradients DDP averages over all ranks, by every name they have."""
+    ddp = strategy.model
+    # A hook of the user's may average over some ranks only, as post-local SGD does.
+    if not isinstance(ddp, DistributedDataParallel) or vars(ddp).get("_comm_hooks"):
+        return {}
+    return {
+        clean(name): parameter
+        for name, parameter in ddp.module.named_parameters(remove_duplicate=False)
+        if parameter.requires_grad
+        and name not in ddp.parameters_to_ignore
+        and not getattr(parameter, "_ddp_ignored", False)
+    }
 
 
 def data_share(strategy: Any) -> tuple[int, int] | None:

@@ -91,7 +91,13 @@ class Storage(Protocol):
 
     Transient errors are retried, bounded in time; then they are StorageErrors. A missing file is
     a FileNotFoundError (except in ``download``), a full disk an OSError with its errno.
+
+    Attributes:
+        reported: Of files whose download was told another time than the listed one, that time. It
+            may be a newer version, or what this store tells of every open file.
     """
+
+    reported: dict[str, float]
 
     @property
     def root(self) -> str:

@@ -23,7 +23,7 @@ from air_lightning.volumes.retry import Retry, is_kept, translate
 from air_lightning.volumes.statx import size_and_mtime
 from air_lightning.volumes.transfer import Download, State
 from air_lightning.volumes.walk import Walk, is_circular
-from air_lightning.volumes.writer import GatheringWriter, NamedFile
+from air_lightning.volumes.writer import GatheringWriter, NamedFile, unmakeable
 
 _logger = logging.getLogger("air_lightning")
 _T = TypeVar("_T")
@@ -50,6 +50,7 @@ class LocalStorage:
         self._retry = retry or Retry()
         self._guard = MountGuard(directory)
         self._times_differ = False
+        self.reported: dict[str, float] = {}
 
     def list_files(self, *, sizes: bool = False) -> Listing:
         """See :class:`~air_lightning.volumes.base.Storage`."""
@@ -111,8 +112,11 @@ class LocalStorage:
 
     def download(self, info: FileInfo, destination: str) -> int:
         """See :class:`~air_lightning.volumes.base.Storage`."""
-        source = _Source(self, info.name)
-        return Download(source, info, destination, self._retry).run()
+        download = Download(_Source(self, info.name), info, destination, self._retry)
+        size = download.run()
+        if download.mtime != info.mtime:
+            self.reported[info.name] = download.mtime
+        return size
 
     @contextlib.contextmanager
     def open_write(self, name: str) -> Iterator[BinaryIO]:
@@ -149,7 +153,7 @@ class LocalStorage:
     def make_root(self) -> None:
         """See :class:`~air_lightning.volumes.base.Storage`."""
         try:
-            self._call("create", "", lambda: os.makedirs(self._directory, exist_ok=True))
+            self._call("create", "", self._make_directory)
         except StorageError as error:
             if error.errno in (errno.EEXIST, errno.ENOTDIR):
                 raise not_a_directory(self.root) from error
@@ -192,8 +196,19 @@ class LocalStorage:
             return NamedFile(temporary, mode, self._visible(name))
         except FileNotFoundError:
             self._guard.check()  # or the directory would be made beneath the mount that is away
+        try:
             os.makedirs(os.path.dirname(temporary), exist_ok=True)
             return NamedFile(temporary, mode, self._visible(name))
+        except FileNotFoundError as error:
+            self._guard.check(error)
+            raise unmakeable(self._visible(name), error) from error
+
+    def _make_directory(self) -> None:
+        try:
+            os.makedirs(self._directory, exist_ok=True)
+        except FileNotFoundError as error:
+            self._guard.check(error)
+            raise unmakeable(self.root, error) from error
 
     def _finish(self, name: str, writer: BinaryIO) -> None:
         try:

@@ -15,6 +15,9 @@ VOLUMES_ROOT_VARIABLE = "AIR_VOLUMES_ROOT"
 _VOLUMES = "/Volumes"
 _URL = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.\-]*)://(?P<rest>.*)", re.DOTALL)
 _COLLAPSED_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.\-]+:/(?!/)")
+_CHAINED_URL = re.compile(
+    r"[A-Za-z][A-Za-z0-9+.\-]*::.*://|.*://.*::[A-Za-z][A-Za-z0-9+.\-]*://", re.DOTALL
+)
 _WANTED = (
     "wanted is a volume path, /Volumes/<catalog>/<schema>/<volume>[/...], or an fsspec URL such as "
     "s3://bucket/key"
@@ -40,6 +43,12 @@ def normalize(path: str | os.PathLike[str], *, allow_local: bool = False) -> str
         text = text[len("dbfs:") :]
         if not _is_volumes(text):
             raise InvalidPathError(f"{path!r} was given; {_WANTED} (dbfs: holds only /Volumes).")
+    if _CHAINED_URL.match(text):
+        raise InvalidPathError(
+            f"{path!r} was given, a chain of URLs (::); {_WANTED}. Give the URL of one file "
+            'system, and what it lies in as an option: "zip://folder" with '
+            'storage_options={"fo": "s3://bucket/archive.zip"}.'
+        )
     if match := _URL.fullmatch(text):
         return _url(path, match["scheme"].lower(), match["rest"])
     if _COLLAPSED_URL.match(text):

@@ -8,24 +8,26 @@ the end of an upload; fsspec's own writers publish what there is when an excepti
 import contextlib
 import errno
 import io
+import logging
+import math
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from typing import Any, BinaryIO, TypeVar, cast
 
-import fsspec
 import fsspec.asyn
 
-from air_lightning.errors import InvalidPathError, StorageError
 from air_lightning.volumes import path as volume_path
 from air_lightning.volumes.base import UNKNOWN_SIZE, Entry, FileInfo, Listing
+from air_lightning.volumes.filesystem import open_fs
 from air_lightning.volumes.local import not_a_directory
 from air_lightning.volumes.reader import RetryingReader
 from air_lightning.volumes.retry import Retry
 from air_lightning.volumes.streams import cut
 from air_lightning.volumes.transfer import Download, NoRangesError, State, changed, vanished
 
+_logger = logging.getLogger("air_lightning")
 _T = TypeVar("_T")
 
 _MTIME_KEYS = ("mtime", "LastModified", "last_modified", "updated", "modified", "created")
@@ -58,6 +60,7 @@ class FsspecStorage:
         self._in_bucket = root.partition("://")[0] in _BUCKETS
         self._has_ranges = True
         self._times_differ = False
+        self.reported: dict[str, float] = {}
         self._base = self._fs._strip_protocol(root).rstrip("/")
 
     @property
@@ -66,7 +69,7 @@ class FsspecStorage:
         if self._fs_of is None or self._fs_of[0] != os.getpid():
             if self._fs_of is not None:
                 fsspec.asyn.reset_lock()
-            self._fs_of = (os.getpid(), _open_fs(self.root, self._options))
+            self._fs_of = (os.getpid(), open_fs(self.root, self._options))
         return self._fs_of[1]
 
     def list_files(self, *, sizes: bool = False) -> Listing:  # noqa: ARG002 - it always has them
@@ -77,11 +80,12 @@ class FsspecStorage:
         listed = {path: info for path, info in found.items() if not _is_marker(path, info)}
         if list(listed) == [self._base]:
             raise not_a_directory(self.root)
-        files = (self._info(path, info) for path, info in listed.items())
+        files = [self._info(path, info) for path, info in listed.items()]
+        self._tell_nameless(info.name for info in files)
         kept = sorted(
             (os.fsencode(info.name), info.size, info.mtime)
             for info in files
-            if not _is_hidden(info.name)
+            if not _is_hidden(info.name) and not _is_nameless(info.name)
         )
         return Listing(
             [name for name, _, _ in kept],
@@ -140,11 +144,15 @@ class FsspecStorage:
     def download(self, info: FileInfo, destination: str) -> int:
         """See :class:`~air_lightning.volumes.base.Storage`."""
         if len(cut(info.size, _PART)) > 1 and self._has_ranges:
-            source = _Source(self, info.name)
+            download = Download(_Source(self, info.name), info, destination, self._retry)
             try:
-                return Download(source, info, destination, self._retry).run()
+                size = download.run()
             except NoRangesError:
                 self._has_ranges = False
+            else:
+                if download.mtime != info.mtime:
+                    self.reported[info.name] = download.mtime
+                return size
         return self._get_file(info, destination)
 
     @contextlib.contextmanager
@@ -218,8 +226,18 @@ class FsspecStorage:
         return self._fs
 
     def _info(self, path: str, info: Mapping[str, Any]) -> FileInfo:
-        name, size = path[len(self._base) :].lstrip("/"), info.get("size")
-        return FileInfo(name, UNKNOWN_SIZE if size is None else int(size), _mtime(info))
+        # One slash: a key may go on with another one, and is another key than the one without it.
+        name = path[len(self._base) :].removeprefix("/")
+        return FileInfo(name, _size(info), _mtime(info))
+
+    def _tell_nameless(self, names: Iterable[str]) -> None:
+        nameless = [name for name in names if _is_nameless(name)]
+        if nameless:
+            _logger.warning(
+                "Left out %d keys below %s with an empty segment, as %r, which is no path of a "
+                "file. Rename them to train on them.",
+                *(len(nameless), self.root, f"{self._base}/{nameless[0]}"),
+            )
 
     def _upload(self, name: str, spool: BinaryIO) -> None:
         spool.seek(0)
@@ -326,24 +344,6 @@ def _on_disk(spool: Any) -> Iterator[str | None]:
     yield f"/proc/self/fd/{spool.fileno()}"
 
 
-def _open_fs(root: str, options: Mapping[str, Any]) -> Any:
-    protocol = root.partition("://")[0]
-    try:
-        return fsspec.filesystem(protocol, skip_instance_cache=True, **options)
-    except ImportError as error:
-        raise InvalidPathError(
-            f"{root} needs a package that is not installed ({error}). Install it, as "
-            "pip install s3fs (for s3://), gcsfs (gs://) or adlfs (abfs://)."
-        ) from error
-    except ValueError as error:
-        raise InvalidPathError(
-            f"{root} was given, and fsspec refuses {protocol}:// ({error}). Check the scheme and "
-            "storage_options, or install the package that provides it."
-        ) from error
-    except OSError as error:
-        raise StorageError(f"Could not open {root}: {error}. Check storage_options.") from error
-
-
 def _is_marker(path: str, info: Mapping[str, Any]) -> bool:
     """Whether a key stands for a folder, as consoles of object stores write them: no file."""
     return path.endswith("/") or info.get("type") == "directory"
@@ -354,8 +354,14 @@ def _is_hidden(name: str) -> bool:
     return not name or any(segment.startswith(".") for segment in name.split("/"))
 
 
+def _is_nameless(name: str) -> bool:
+    """Whether a segment is empty: on local disk ``a//b`` would be ``a/b``, which is another key."""
+    return "//" in name or name.startswith("/")
+
+
 def _size(info: Mapping[str, Any]) -> int:
-    return int(info.get("size") or 0)
+    size = info.get("size")
+    return UNKNOWN_SIZE if size is None else int(size)
 
 
 def _mtime(info: Mapping[str, Any]) -> float:
@@ -366,4 +372,4 @@ def _mtime(info: Mapping[str, Any]) -> float:
         with contextlib.suppress(ValueError):
             return datetime.fromisoformat(when.replace("Z", "+00:00")).timestamp()
         return 0.0
-    return float(when)
+    return float(when) if math.isfinite(when) else 0.0

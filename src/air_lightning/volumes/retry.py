@@ -19,6 +19,7 @@ from air_lightning.volumes.base import FULL_DISK
 
 _logger = logging.getLogger("air_lightning")
 _T = TypeVar("_T")
+_jitter = random.SystemRandom()
 
 _TRANSIENT_NUMBERS = frozenset(
     {
@@ -111,8 +112,9 @@ class Retry:
             raise translate(operation, path, error) from error
         attempts, elapsed = len(failed_at), failed_at[-1] - failed_at[0]
         bound = min(self.max_delay_s, self.first_delay_s * 2.0 ** min(attempts - 1, 30))
-        # Without jitter, ranks that were refused together come back together.
-        delay = bound * random.uniform(0.5, 1.0)  # noqa: S311 - spreads load, guards nothing
+        # Without jitter, ranks that were refused together come back together. It is not drawn from
+        # the global generator, which is the training's: its draws would differ by the errors met.
+        delay = bound * _jitter.uniform(0.5, 1.0)
         if elapsed + delay > self.budget_s:
             raise _exhausted(operation, path, error, attempts, elapsed) from error
         level, note = _flood.admit()

@@ -94,11 +94,15 @@ class Download:
         info: It as listed.
         destination: A local path; overwritten.
         retry: How long to try.
+
+    Attributes:
+        mtime: The time that handles reported of what came.
     """
 
     def __init__(self, source: Source, info: FileInfo, destination: str, retry: Retry) -> None:
         self._source = source
         self._listed = State(info.size, info.mtime)
+        self.mtime = info.mtime
         self._destination = destination
         self._retry = retry
         self._careful = source.times_differ
@@ -143,6 +147,7 @@ class Download:
         state = next(iter(states))
         if state.size != self._listed.size:
             self._refuse(state)
+        self.mtime = state.mtime
         self._source.times_differ = state.mtime != self._listed.mtime
 
     def _refuse(self, state: State) -> None:

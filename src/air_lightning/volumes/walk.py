@@ -19,12 +19,13 @@ import logging
 import os
 import stat as stat_module
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from air_lightning.errors import StorageError
 from air_lightning.volumes.base import Listing
 from air_lightning.volumes.crew import Crew, Step
 
+_T = TypeVar("_T")
 _logger = logging.getLogger("air_lightning")
 
 STALL_S = 300.0  # a listing that makes no progress for so long is given up
@@ -139,8 +140,8 @@ class Walk:
         """What a directory holds, told apart as far as its listing does it."""
         try:
             descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        except FileNotFoundError:
-            return _Found([], [], [], [])  # removed while we walk
+        except (FileNotFoundError, NotADirectoryError):
+            return _Found([], [], [], [])  # removed while we walk, or a file by now
         try:
             kept = []
             with os.scandir(descriptor) as entries:
@@ -195,7 +196,7 @@ class Walk:
 
         self._crew.progress += 1
         try:
-            mode: int = self._call("stat", os.fsdecode(name), ask)
+            mode: int = self._call("stat", os.fsdecode(name), _gone_if_below_a_file(ask))
         except FileNotFoundError:
             return 0
         except StorageError as error:
@@ -209,7 +210,7 @@ class Walk:
             return os.path.realpath(path, strict=True)
 
         with contextlib.suppress(FileNotFoundError):
-            target = self._call("stat", os.fsdecode(name), resolve)
+            target = self._call("stat", os.fsdecode(name), _gone_if_below_a_file(resolve))
             self._links.append(_Link(name, real, target))
 
     def _stater(self, names: Sequence[bytes]) -> Callable[[], list[Step]]:
@@ -268,7 +269,19 @@ def _told_apart(entries: "list[os.DirEntry[str]]") -> _Found:
 
 
 def _stat_of(path: bytes) -> Callable[[], os.stat_result]:
-    return lambda: os.stat(path)
+    return _gone_if_below_a_file(lambda: os.stat(path))
+
+
+def _gone_if_below_a_file(action: Callable[[], _T]) -> Callable[[], _T]:
+    """Where a directory was replaced by a file, what was listed in it is gone."""
+
+    def perform() -> _T:
+        try:
+            return action()
+        except NotADirectoryError as error:
+            raise FileNotFoundError(errno.ENOENT, str(error)) from error
+
+    return perform
 
 
 def _parts(items: Sequence[Any], length: int) -> list[Sequence[Any]]:

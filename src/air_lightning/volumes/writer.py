@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from air_lightning.errors import StorageError
 from air_lightning.volumes.reader import advance, first_views
 from air_lightning.volumes.retry import is_kept, translate
 
@@ -49,3 +50,17 @@ class GatheringWriter(io.BufferedWriter):
         """Write all of them, after what was written before."""
         self.flush()
         self.raw.write_views(views)
+
+
+def unmakeable(path: str, error: FileNotFoundError) -> StorageError:
+    """The error for what is missing though it was to be made; raise it ``from error``.
+
+    Some file systems, as /proc, say so instead of refusing. Left as it is, the error would name a
+    temporary file, and callers would take it for a missing one.
+    """
+    ours = StorageError(
+        f"Could not create {path}: {error.strerror}. Its file system makes no new files there, or "
+        "its directory was deleted meanwhile; use a place that can be written."
+    )
+    ours.errno = error.errno
+    return ours
