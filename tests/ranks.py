@@ -15,6 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 KILLED = -signal.SIGKILL
+TERMINATED = 128 + signal.SIGTERM  # by its own choice, on that signal
 
 
 def free_port() -> int:
@@ -67,6 +68,8 @@ def _child(
         _environment(rank, world_size, port)
         function(*args)
         status = 0
+    except SystemExit as asked:
+        status = asked.code if isinstance(asked.code, int) else int(asked.code is not None)
     except BaseException:
         traceback.print_exc()
     finally:

@@ -33,6 +33,7 @@ from air_lightning.data.options import (
     resolve_prefetch,
     resolve_workers,
 )
+from air_lightning.data.outlive import outliving
 from air_lightning.data.passes import Pass, TimedIterator
 from air_lightning.data.progress import Identity, Position, epoch_of, to_state
 from air_lightning.data.stream import Checkpointable, data_rank
@@ -154,7 +155,8 @@ class DataLoader(Observed, Pooled, torch.utils.data.DataLoader[T_co]):
 
     @override
     def _get_iterator(self) -> Any:
-        view = self._view(worker_init_fn=self._counting().starting(self.worker_init_fn))
+        init = outliving(self._counting().starting(self.worker_init_fn))
+        view = self._view(worker_init_fn=init)
         with sending_paused(when=self.num_workers > 0):
             return super(DataLoader, view)._get_iterator()
 

@@ -13,6 +13,7 @@ import torch
 from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
 
 from air_lightning.data.counters import Counters
+from air_lightning.data.outlive import outliving
 from air_lightning.data.passes import RoundRobinIter
 from air_lightning.data.progress import Position
 from air_lightning.data.timing import sending_paused
@@ -66,7 +67,7 @@ class Pooled:
             turns=Turns(workers, self.batch_size or 1) if workers else None,
             first_worker=position.next_worker,
         )
-        init = self._counting().starting(side.init)
+        init = outliving(self._counting().starting(side.init))
         view = self._view(dataset=side, collate_fn=side.collate, worker_init_fn=init)
         if self.generator is None:
             # Otherwise each iter() draws from the global generator that dropout draws from.

@@ -15,6 +15,7 @@ Each call of the host takes these steps, on every rank::
 
 import logging
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
 from lightning.pytorch import Trainer
@@ -97,6 +98,7 @@ class Binding:
         self._load_lightnings = strategy.load_checkpoint
         self._is_restored = False
         self._prepared = False
+        self._saved: tuple[int, str] | None = None
         self._entrance = Entrance(self.io.timeout_s)
         self.notices = LoggerNotices(self.io)
         self.io.at_teardown(self.notices.give_at_end)
@@ -163,9 +165,24 @@ class Binding:
             alike=self._state.alike,
             storage_options=storage_options,
         )
+        if "optimizer_states" in checkpoint:
+            self._saved = (self._batches(), volume_path.parent(target))
         if self._trainer.state.finished:
             # Nothing of the Trainer's comes after this that could raise a background error.
             self.io.wait()
+
+    def has_saved(self, roots: list[str]) -> bool:
+        """Whether the batch trained on last is in a checkpoint, or a save in flight, of these."""
+        return self._saved is not None and (
+            self._saved[0] == self._batches() and self._saved[1] in roots
+        )
+
+    def validating(self, is_so: bool) -> AbstractContextManager[None]:
+        """Let what is saved run the validation under way from its beginning when it is resumed."""
+        return self._restorer.validating(is_so)
+
+    def _batches(self) -> int:
+        return int(self._trainer.fit_loop.epoch_loop.batch_progress.total.processed)
 
     def _wait_for_all(self) -> None:
         """Go on when every rank is here; on an exception not for long, for the others may go on."""

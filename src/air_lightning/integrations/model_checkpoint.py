@@ -7,7 +7,8 @@ What is corrected::
     save_last     a second name for the checkpoint that was just saved, where files can be linked,
                   and not a second save of the same step
     loggers       told of a checkpoint when it is published, on the training thread
-    on_exception  a checkpoint that cannot be saved is a line in the log: the user's error comes out
+    on_exception  a checkpoint that cannot be saved is a line in the log: the user's error comes out;
+                  a run that ends on a signal has saved already
 """
 
 import copy
@@ -21,6 +22,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from air_lightning.integrations.checkpoint_io import AirCheckpointIO
+from air_lightning.integrations.signals import Preempted
 from air_lightning.volumes import path as volume_path
 
 _TELL = "_air_lightning_tell"
@@ -170,6 +172,8 @@ def save_on_exception_quietly(callback: Any) -> None:
     save = callback.on_exception
 
     def on_exception(trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        if isinstance(exception, Preempted):
+            return
         try:
             save(trainer, pl_module, exception)
         except Exception as error:  # noqa: BLE001 - the other ranks may be gone in any way

@@ -12,6 +12,7 @@ batch that was not trained on. Here every rank keeps its own, in one blob of the
                                     creating iterators draws from torch's generator
 """
 
+import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -106,6 +107,53 @@ def enter_next_epoch(trainer: Any) -> None:
         loop.reset_restart_stage()
 
 
+class Validation:
+    """Runs a validation that was broken off again, from its beginning.
+
+    Lightning goes on after it where a checkpoint was taken within it.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self._rng_due: Mapping[str, Any] | None = None
+        self._rng: Mapping[str, Any] | None = None
+        self.is_saved = False
+        loop = _validation(trainer.fit_loop)
+        self._run = loop.run
+        loop.run = self._run_noted
+
+    @property
+    def rng_before(self) -> Mapping[str, Any] | None:
+        """The generators' states before it, where that is what is saved."""
+        return (self._rng or self._rng_due) if self.is_saved else None
+
+    def arm(self, rng: Mapping[str, Any]) -> None:
+        """Keep the generators' states for the validation that will be run again."""
+        self._rng_due = rng
+
+    def begin_again(self) -> None:
+        """Have the epoch's loop run it first; once its stage of restarting is known."""
+        if self._rng_due is None:
+            return
+        loop = _validation(self._trainer.fit_loop)
+        loop.restarting = False
+        with contextlib.suppress(ImportError):  # older releases run it again by themselves
+            from lightning.pytorch.loops.evaluation_loop import RestartStage
+
+            loop._restart_stage = RestartStage.RESTARTED_MID_EVALUATION
+
+    def _run_noted(self) -> Any:
+        rng, self._rng_due = self._rng_due, None
+        if rng is not None:
+            restore_rng_state(rng)
+        if not self._trainer.sanity_checking:
+            self._rng = capture_rng_state()
+        try:
+            return self._run()
+        finally:
+            self._rng = None
+
+
 class Restorer:
     """Gives each rank its own loader states and generators back, at the moments that are right."""
 
@@ -125,6 +173,7 @@ class Restorer:
         self._rng_due: Mapping[str, Any] | None = None
         self._validation_due: list[int | None] = []
         self._rng_before_batch: Mapping[str, Any] | None = None
+        self._validation = Validation(trainer)
         loop = trainer.fit_loop
         self._load_lightnings = loop._load_combined_loader_states
         self._after_fetch = loop.epoch_loop._on_after_fetch
@@ -166,11 +215,24 @@ class Restorer:
             self._tell_of_other_ranks(origin)
         elif blob:
             self._validation_due = blob["validation_epochs"]
+            if blob.get("in_validation"):
+                self._rng_due = None
+                self._validation.arm(blob["rng"])
 
     def position(self) -> dict[str, Any]:
         """The blob of this rank; the batch being trained on, if one is, counts as not begun."""
         is_open = _open_batches(self._trainer.fit_loop) > 0
-        return position(self._trainer, self._rng_before_batch if is_open else None)
+        rng = self._rng_before_batch if is_open else self._validation.rng_before
+        return {**position(self._trainer, rng), "in_validation": self._validation.is_saved}
+
+    @contextlib.contextmanager
+    def validating(self, is_so: bool) -> Iterator[None]:
+        """Let positions of the block be those from before the validation under way."""
+        self._validation.is_saved = is_so
+        try:
+            yield
+        finally:
+            self._validation.is_saved = False
 
     def restore_validation(self) -> None:
         """Let validation loaders go on with the epoch, so with the random draws, they were at."""
@@ -178,6 +240,7 @@ class Restorer:
         for loader, epoch in zip(_loaders(_validation(self._trainer.fit_loop)), due, strict=False):
             if isinstance(loader, DataLoader) and epoch is not None:
                 loader.set_epoch(epoch)
+        self._validation.begin_again()
 
     def _tell_of_other_ranks(self, origin: Origin) -> None:
         rank_zero_info(

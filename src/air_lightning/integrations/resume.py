@@ -25,6 +25,7 @@ from air_lightning.checkpoint.catalog import find_latest_valid, verify_checkpoin
 from air_lightning.data.stream import set_share
 from air_lightning.errors import AirError, CheckpointError, InvalidArgumentError
 from air_lightning.integrations.attach import AirAttach, bind
+from air_lightning.integrations.preemption import Preemption
 from air_lightning.integrations.strategies import data_share
 from air_lightning.volumes import path as volume_path
 
@@ -52,6 +53,8 @@ class AirResume(AirAttach):
             saved with: what is left of the epoch is shared out, each file once. As
             ``elastic=True`` of every ``air_lightning.DataLoader`` that trains, or of
             ``AirDataModule``, either of which is enough without this.
+        save_on_signal: On SIGTERM or SIGUSR1 to any rank, end the step, save once, and exit with
+            status 143; see "Preemption" in the docs.
 
     Raises:
         InvalidPathError: ``dirpath`` is no path of these kinds.
@@ -64,12 +67,14 @@ class AirResume(AirAttach):
         *,
         storage_options: dict[str, Any] | None = None,
         elastic: bool = False,
+        save_on_signal: bool = True,
     ) -> None:
         if not isinstance(elastic, bool):
             raise InvalidArgumentError(f"elastic={elastic!r} was given; true or false is wanted.")
         self.dirpath = None if dirpath is None else volume_path.normalize(dirpath, allow_local=True)
         self.storage_options = storage_options
         self.elastic = elastic
+        self._preemption = Preemption(self._roots) if save_on_signal else None
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -91,6 +96,8 @@ class AirResume(AirAttach):
             binding.go_on_elsewhere()
         if stage == "fit":
             self._bind_choice(trainer)
+            if self._preemption is not None:
+                self._preemption.begin(trainer)
 
     def _bind_choice(self, trainer: Any) -> None:
         connector = trainer._checkpoint_connector

@@ -1,0 +1,36 @@
+"""Loader workers outlive the SIGTERM that a scheduler sends to all processes of a job at once.
+
+The training process ends its step and saves before it goes, and workers that died of that signal
+would fail the step. They go when it asks for it (torch does so as its last resort), or is gone.
+
+Who sent a signal is told to ``sigwaitinfo`` only, so that the signal is blocked in the worker, and
+a thread waits for it. Programs that a worker starts inherit that: end them by ``kill()``.
+"""
+
+import functools
+import os
+import signal
+import threading
+from collections.abc import Callable
+
+
+def outliving(init: Callable[[int], None]) -> Callable[[int], None]:
+    """A ``worker_init_fn`` that lets the worker outlive its job's SIGTERM, then calls ``init``."""
+    return functools.partial(_start_worker, init)
+
+
+def _start_worker(init: Callable[[int], None], worker: int) -> None:
+    if hasattr(signal, "sigwaitinfo"):
+        # Before any thread is started: those would else take the signal, and end the process.
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+        threading.Thread(
+            target=_obey, args=(os.getppid(),), name="air-lightning-term", daemon=True
+        ).start()
+    init(worker)
+
+
+def _obey(parent: int) -> None:
+    while True:
+        sender = signal.sigwaitinfo({signal.SIGTERM}).si_pid
+        if sender == parent or os.getppid() != parent:
+            os._exit(0)

@@ -1,0 +1,168 @@
+"""All ranks stop at the same point of a run, although the signal may have reached one of them only.
+
+A point is ``(optimizer steps, validations begun, batches of that validation)``; every rank comes to
+points in this order. The ranks talk through the store of the process group, never by a collective:
+
+    propose   who has the signal publishes a point that nobody can have passed
+    at        each rank looks, at each point, whether one is published: one look costs the round
+              trip of one small message
+    meet      whoever comes to it waits there until all are there, and then all stop
+    extend    whoever has passed it when it sees it, or cannot stop there, publishes a later one,
+              and those who wait go on to that
+
+Ranks that sync gradients cannot pass the end of a step that the proposer has not given its
+gradients to. Others (a manual loop, a validation) can, and extend. A rank that waits in a
+collective for one that waits here cannot: after some seconds the latter extends by itself.
+"""
+
+import time
+from typing import Any
+
+import torch.distributed as dist
+
+Point = tuple[int, int, int]
+
+_FIRST_POLL_S, _LAST_POLL_S = 0.0005, 0.05
+_PATIENCE_S = 5.0
+_STOP = "stop"
+
+
+class Halt:
+    """Where one run stops.
+
+    Args:
+        store: Of the process group; None for a run of one rank.
+        world_size: Ranks.
+        name: Prefix of the keys, another one for each run of the process group.
+    """
+
+    def __init__(self, store: Any, world_size: int, name: str) -> None:
+        self._store, self._world_size, self._name = store, world_size, name
+        self._signal: int | None = None
+        self._link = 0  # of the chain of published points
+        self._target: Point | None = None
+        self._last: Point = (-1, 0, 0)
+        self._patience_s = _PATIENCE_S
+
+    def propose(self, point: Point, signal: int | None) -> None:
+        """Ask all ranks to stop at a point, unless one is published already.
+
+        Args:
+            point: At or after which they stop.
+            signal: That this rank received; without one nothing happens.
+        """
+        if signal is None or self._signal is not None:
+            return
+        self._signal = signal
+        if self._store is None:
+            self._target = point
+        elif self.target() is None:
+            self._store.set(f"{self._name}/signal", str(signal))
+            self._publish(point)
+            self._extend_where_left(point)
+
+    def signal(self) -> int | None:
+        """The signal that one of the ranks received, once a point was published."""
+        key = f"{self._name}/signal"
+        if self._store is None or not self._store.check([key]):
+            return self._signal
+        return int(self._store.get(key))
+
+    def at(self, point: Point) -> bool:
+        """Whether to stop here, with all the others; waits for them if it is so."""
+        previous, self._last = self._last, point
+        if self._store is None:
+            return self._target is not None and self._target <= point
+        while (target := self.target()) is not None and target <= point:
+            if target <= previous:
+                self._publish(point)
+            elif self._meet(point):
+                return True
+        return False
+
+    def leave(self, validation: Point) -> None:
+        """Note that this rank has no point more in a validation: it may wait in a collective.
+
+        Args:
+            validation: The last of its points.
+        """
+        self._last = validation
+        if self._store is None:
+            return
+        self._store.set(f"{self._name}/left/{validation[1]}", "")
+        target = self.target()
+        if target is not None and target[:2] == validation[:2]:
+            self._extend_where_left(target)
+
+    def target(self) -> Point | None:
+        """The point published last."""
+        if self._store is None:
+            return self._target
+        while self._store.check([self._key(self._link)]):
+            told = self._store.get(self._key(self._link)).decode()
+            if told == _STOP:
+                break
+            self._target = _point(told)
+            self._link += 1
+        return self._target
+
+    def close(self) -> None:
+        """Talk to the others no more; rank 0, which keeps the store, waits for all, bounded."""
+        self.target()
+        self._signal = self.signal()
+        store, self._store = self._store, None
+        if store is None:
+            return
+        key, deadline = f"{self._name}/gone", time.monotonic() + 2 * _PATIENCE_S
+        gone = store.add(key, 1)
+        while dist.get_rank() == 0 and gone < self._world_size and time.monotonic() < deadline:
+            time.sleep(_FIRST_POLL_S)
+            gone = store.add(key, 0)
+
+    def _extend_where_left(self, point: Point) -> None:
+        steps, validation, batch = point
+        if batch > 0 and self._store.check([f"{self._name}/left/{validation}"]):
+            self._publish((steps, validation + 1, 0))
+
+    def _publish(self, point: Point) -> None:
+        # Only the first one for a link counts: all follow the same chain.
+        self._store.compare_set(self._key(self._link), "", _text(point))
+        self.target()
+
+    def _meet(self, point: Point) -> bool:
+        here = f"{self._key(self._link)}/{point}"
+        self._store.add(here, 1)
+        patience = time.monotonic() + self._patience_s
+        poll = _FIRST_POLL_S
+        while self._store.add(here, 0) < self._world_size:
+            if self._store.check([self._key(self._link)]):
+                return self._is_stop()
+            if time.monotonic() > patience:
+                self._patience_s *= 2
+                self._store.compare_set(self._key(self._link), "", _text(_after(point)))
+                return self._is_stop()
+            time.sleep(poll)
+            poll = min(2 * poll, _LAST_POLL_S)
+        # Through the same key as a later point: either all stop here, or all go on.
+        self._store.compare_set(self._key(self._link), "", _STOP)
+        return self._is_stop()
+
+    def _is_stop(self) -> bool:
+        return bool(self._store.get(self._key(self._link)).decode() == _STOP)
+
+    def _key(self, link: int) -> str:
+        return f"{self._name}/{link}"
+
+
+def _after(point: Point) -> Point:
+    steps, validation, batch = point
+    return (steps, validation, batch + 1) if batch > 0 else (steps + 1, 0, 0)
+
+
+def _text(point: Point) -> str:
+    return ",".join(map(str, point))
+
+
+def _point(text: str) -> Point:
+    steps, validation, batch = map(int, text.split(","))
+    return steps, validation, batch

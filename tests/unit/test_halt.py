@@ -1,0 +1,76 @@
+"""Ranks of any pace stop at one point."""
+
+import random
+import threading
+import time
+
+import pytest
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from air_lightning.integrations.halt import Halt, Point
+
+STEPS, BATCHES = 12, 6
+
+
+def walk(halt: Halt, rank: int, seed: int, told_at: Point | None, batches: int) -> Point | None:
+    """One rank that waits for no other: steps, with a validation after every fourth."""
+    pace = random.Random(seed)
+    for steps in range(1, STEPS + 1):
+        points = [((steps, 0, 0), (steps + 1, 0, 0))]
+        run = steps // 4
+        if steps % 4 == 0:
+            points = [((steps, run, batch), (steps, run, batch + 1)) for batch in range(batches)]
+        for point, after in points:
+            time.sleep(pace.random() * 0.002)
+            if told_at is not None and point >= told_at:
+                halt.propose(after, 15)
+            if halt.at(point):
+                return point
+        if steps % 4 == 0:
+            halt.leave((steps, run, batches))
+    return None
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    seed=st.integers(0, 1000),
+    told=st.lists(
+        st.one_of(st.none(), st.tuples(st.integers(1, 8), st.integers(0, 2), st.integers(0, 5))),
+        min_size=2,
+        max_size=4,
+    ),
+    uneven=st.booleans(),
+)
+def test_all_stop_at_one_point(seed: int, told: list[Point | None], uneven: bool) -> None:
+    """Whoever is told, and whoever is ahead: all stop at the same point, or none was told."""
+    store, world_size = dist.HashStore(), len(told)
+    stopped: list[Point | None] = [None] * world_size
+
+    def run(rank: int) -> None:
+        halt = Halt(store, world_size, "test")
+        batches = BATCHES - rank if uneven else BATCHES
+        stopped[rank] = walk(halt, rank, seed + rank, told[rank], batches)
+
+    threads = [
+        threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(world_size)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+        assert not thread.is_alive(), stopped
+    if all(point is None for point in told):
+        assert stopped == [None] * world_size
+    else:
+        assert len(set(stopped)) == 1, stopped
+
+
+def test_a_lone_rank_stops_where_it_is() -> None:
+    """One rank needs no store, and stops at the first point after the signal."""
+    halt = Halt(None, 1, "")
+    assert not halt.at((1, 0, 0))
+    halt.propose((2, 0, 0), 15)
+    assert halt.at((2, 0, 0))
+    assert halt.signal() == pytest.approx(15)
