@@ -49,7 +49,7 @@ def test_few_files_enter_until_a_size_is_known():
 
 
 class CountingStorage:
-    """A storage that notes the most bytes downloaded at once; the first download waits for another."""
+    """A storage that notes the most bytes downloaded at once; the first one waits for another."""
 
     def __init__(self, storage) -> None:
         self._storage = storage
