@@ -19,7 +19,7 @@ the whole checkpoint by itself.
 import os
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -40,6 +40,15 @@ from air_lightning.volumes import path as volume_path
 from air_lightning.volumes.storage import open_storage
 
 PathLike = str | os.PathLike[str]
+
+
+class Located(NamedTuple):
+    """Where a checkpoint is, and of which kind."""
+
+    target: str
+    is_file: bool = False  # that Lightning wrote
+    is_lightnings: bool = False  # a directory of one of Lightning's sharded strategies
+    is_whole: bool = False  # a directory with all that its manifest lists
 
 
 class AirCheckpointIO(CheckpointIO):
@@ -252,10 +261,15 @@ class AirCheckpointIO(CheckpointIO):
             checkpoint has none of this rank.
         """
         self.wait()
-        target = self._resolve(path)
-        if self._is_file(target):
-            return self._load_file(target, weights_only), None
-        return self.read(target, weights_only)
+        return self.load(self.locate(path), weights_only)
+
+    def load(
+        self, located: "Located", weights_only: bool | None
+    ) -> tuple[dict[str, Any], dict[str, Any] | None]:
+        """Load what ``locate`` found, by this process alone."""
+        if located.is_file:
+            return self._load_file(located.target, weights_only), None
+        return self.read(located.target, weights_only)
 
     def read(
         self, target: str, weights_only: bool | None, **options: Any
@@ -278,15 +292,22 @@ class AirCheckpointIO(CheckpointIO):
             **options,
         )
 
-    def locate(self, path: PathLike) -> tuple[str, bool]:
-        """Where the checkpoint of this path is now, and whether Lightning itself wrote it.
+    def locate(self, path: PathLike, *, resumable: bool = False) -> "Located":
+        """Find the checkpoint of this path.
 
-        That is a single file, or a directory of one of its sharded strategies.
+        Args:
+            path: As it was saved to.
+            resumable: Whether one that holds weights alone is the last choice.
         """
-        target = self._resolve(path)
-        local = volume_path.local_dir(target)
-        sharded = local is not None and os.path.isfile(os.path.join(local, "meta.pt"))
-        return target, sharded or self._is_file(target)
+        target = volume_path.normalize(path, allow_local=True)
+        found = attempt.newest_whole(target, self.storage_options, resumable=resumable)
+        if found is not None:
+            return self.located(found.path)
+        return Located(target, self._is_file(target), is_lightnings=_is_sharded(target))
+
+    def located(self, target: str) -> "Located":
+        """As ``locate``, for a directory that is known to be a whole checkpoint."""
+        return Located(target, is_lightnings=_is_sharded(target), is_whole=True)
 
     @override
     def remove_checkpoint(self, path: PathLike) -> None:
@@ -377,10 +398,6 @@ class AirCheckpointIO(CheckpointIO):
         """Run something, instead of what was given before, once the last save has settled."""
         self._then = action
 
-    def _resolve(self, path: PathLike) -> str:
-        target = volume_path.normalize(path, allow_local=True)
-        return attempt.newest(target, self.storage_options)
-
     def _is_file(self, target: str) -> bool:
         local = volume_path.local_dir(target)
         if local is not None:
@@ -399,3 +416,8 @@ class AirCheckpointIO(CheckpointIO):
             local or target, weights_only=weights_only
         )
         return loaded
+
+
+def _is_sharded(target: str) -> bool:
+    local = volume_path.local_dir(target)
+    return local is not None and os.path.isfile(os.path.join(local, "meta.pt"))
