@@ -6,6 +6,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,10 @@ import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.strategies import ModelParallelStrategy
 from slow_mount import Mount, has_fuse, slow_mount
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 from air_lightning import AirCheckpointIO, AirResume, cli, find_latest_valid
 from air_lightning.checkpoint.manifest import MANIFEST, METADATA, FileRecord, Manifest
@@ -48,6 +52,14 @@ class Tiny(LightningModule):
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+class Sharded(Tiny):
+    """Its weight is spread over the ranks."""
+
+    def configure_model(self) -> None:
+        if not isinstance(self.layer.weight, DTensor):
+            fully_shard(self.layer, mesh=self.device_mesh["data_parallel"])
 
 
 class Begun(Callback):
@@ -174,15 +186,29 @@ def test_ten_thousand_entries_take_one_listing_and_few_requests(
     assert not any(path.startswith("/images/") and path.endswith(".png") for _, path in calls)
 
 
-def resumed(
-    directory: str, case: str, mounts: list[Mount], prepare: Callable[[list[Mount]], None]
-) -> None:
+@dataclass(frozen=True)
+class Case:
+    """One start of two ranks, each with a mount of its own, and the step that both go on from."""
+
+    prepare: Callable[[list[Mount]], None]
+    step: int | None
+    faults: bool = True  # whether the second rank asks for what its mount does not know
+    sharded: bool = False
+    given_to_first: str | None = None
+    timeout_s: float = 30.0
+
+    @property
+    def name(self) -> str:
+        return f"{self.prepare.__name__}-{self.sharded}"
+
+
+def resumed(directory: str, case: Case, mounts: list[Mount]) -> None:
     """One rank: fits for a step, and writes down from which step, or why not."""
     rank = torch.distributed.get_rank()
     if rank == 0:
         for mount in mounts:
             mount.heal()
-        prepare(mounts)
+        case.prepare(mounts)
     torch.distributed.barrier()
     begun = Begun()
     trainer = trainer_of(
@@ -190,17 +216,23 @@ def resumed(
         begun,
         max_steps=8,
         devices=2,
-        strategy="ddp",
+        strategy=ModelParallelStrategy() if case.sharded else "ddp",
         enable_checkpointing=False,
-        plugins=[AirCheckpointIO(timeout_s=10)],
+        plugins=[AirCheckpointIO(timeout_s=case.timeout_s)],
     )
     try:
-        trainer.fit(Tiny())
+        trainer.fit(Sharded() if case.sharded else Tiny(), ckpt_path=_given(case, rank))
         told: Any = begun.step
     except CheckpointError as error:
         told = str(error)
-    Path(f"{directory}/{case}-{rank}").write_text(json.dumps(told))
+    document = {"told": told, "faults": mounts[rank].faults()}
+    Path(f"{directory}/{case.name}-{rank}").write_text(json.dumps(document))
     torch.distributed.barrier()
+
+
+def _given(case: Case, rank: int) -> str | None:
+    """What Lightning makes of "last": nothing, on a rank whose listing does not tell of one."""
+    return case.given_to_first if rank == 0 else None
 
 
 def lag(mounts: list[Mount]) -> None:
@@ -238,40 +270,44 @@ def never(mounts: list[Mount]) -> None:
     mounts[1].hide("step=3")
 
 
-CASES = {
-    lag: 3,
-    lag_of_a_file: 3,
-    lag_of_the_marker: 3,
-    unknown_to_the_first: 2,
-    deleted: 3,
-    deleted_and_remembered: 2,
-    never: None,
-}
+def nothing(mounts: list[Mount]) -> None:
+    """Both ranks know all there is."""
+
+
+CASES = [
+    Case(lag, 3),
+    Case(lag, 3, sharded=True),
+    Case(lag_of_a_file, 3),
+    Case(lag_of_the_marker, 3),
+    Case(unknown_to_the_first, 2, faults=False),
+    Case(deleted, 3, faults=False),
+    Case(deleted_and_remembered, 2, faults=False),
+    Case(nothing, 1, faults=False, given_to_first=f"{VOLUME}/step=1.ckpt"),
+    Case(never, None, timeout_s=8.0),
+]
 
 
 def all_cases(directory: str, mounts: list[Mount]) -> None:
     """One rank: every case in turn, through a mount of its own."""
     torch.distributed.init_process_group("gloo")
-    rank = torch.distributed.get_rank()
-    os.environ["AIR_VOLUMES_ROOT"] = str(mounts[rank])
+    os.environ["AIR_VOLUMES_ROOT"] = str(mounts[torch.distributed.get_rank()])
     for case in CASES:
-        resumed(directory, case.__name__, mounts, case)
+        resumed(directory, case, mounts)
 
 
 def test_ranks_whose_listings_differ_agree_or_fail_together(tmp_path: Path) -> None:
     """One rank chooses; another waits until it sees that, and all fail where it never does."""
     source = tmp_path / "source"
-    runs = source / "main" / "default" / "runs"
-    saved(runs, steps=3)
+    saved(source / "main" / "default" / "runs", steps=3)
     with ExitStack() as stack:
         mounts = [stack.enter_context(slow_mount(source)) for _ in range(2)]
         log = tmp_path / "log"
         statuses = run_ranks(all_cases, str(tmp_path), mounts, world_size=2, log=log)
         assert statuses == [0, 0], log.read_text()[-4000:]
-    for case, step in CASES.items():
-        told = [json.loads((tmp_path / f"{case.__name__}-{rank}").read_text()) for rank in (0, 1)]
-        if step is not None:
-            assert told == [step, step], case.__name__
-    first, second = (json.loads((tmp_path / f"never-{rank}").read_text()) for rank in (0, 1))
-    assert f"{VOLUME}/step=3.ckpt failed on rank 1" in first
-    assert f"Rank 0 chose {VOLUME}/step=3.ckpt, and this rank has not seen it whole" in second
+    for case in CASES:
+        found = [json.loads((tmp_path / f"{case.name}-{rank}").read_text()) for rank in (0, 1)]
+        assert (found[1]["faults"] > 0) == case.faults, case.name
+        if case.step is not None:
+            assert [each["told"] for each in found] == [case.step, case.step], case.name
+    assert f"{VOLUME}/step=3.ckpt failed on rank 1" in found[0]["told"]
+    assert f"Rank 0 chose {VOLUME}/step=3.ckpt, and this rank has not seen it" in found[1]["told"]
