@@ -93,12 +93,12 @@ def _read(path: str) -> int:
 def load_air(root: str, name: str) -> int:
     """Choose the newest and load it, as one rank of a run does that resumes."""
     from air_lightning import AirCheckpointIO, find_latest_valid
+    from air_lightning.integrations.located import whole
 
     chosen = find_latest_valid(root, resumable=True)
     if chosen != f"{root}/{name}":
         raise RuntimeError(f"{chosen} was chosen, and {name} is the newest")
-    io = AirCheckpointIO()
-    checkpoint, _ = io.load(io.located(chosen), None)
+    checkpoint, _ = AirCheckpointIO().load(whole(chosen), None)
     return len(checkpoint["state_dict"])
 
 
@@ -153,17 +153,17 @@ def run_child(root: str, name: str, args: argparse.Namespace) -> dict[str, Any]:
     command = [sys.executable, os.path.abspath(__file__), "--child", name]
     for option in ("files", "workers", "batch_size", "checkpoints", "dir"):
         command += [f"--{option.replace('_', '-')}", str(getattr(args, option))]
-    environment = {**os.environ, "AIR_VOLUMES_ROOT": root, "AIR_BENCH_BEGAN": str(time.time())}
-    if os.path.isdir(args.dir):
-        environment["TMPDIR"] = args.dir
-    process = subprocess.Popen(
-        command, env=environment, stdout=subprocess.PIPE, text=True, start_new_session=True
-    )
-    assert process.stdout is not None
-    told = process.stdout.readline()
-    if name != "make":  # it has done what is measured, and would train the whole epoch
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+    with tempfile.TemporaryDirectory(prefix="air-bench-") as cache:
+        environment = {**os.environ, "AIR_VOLUMES_ROOT": root, "TMPDIR": cache}
+        environment["AIR_BENCH_BEGAN"] = str(time.time())
+        process = subprocess.Popen(
+            command, env=environment, stdout=subprocess.PIPE, text=True, start_new_session=True
+        )
+        assert process.stdout is not None
+        told = process.stdout.readline()
+        if name != "make":  # it has done what is measured, and would train the whole epoch
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
     if not told:
         raise RuntimeError(f"the process {name!r} ended without its first batch")
     found: dict[str, Any] = json.loads(told)

@@ -43,8 +43,9 @@ from air_lightning.errors import (
     InvalidArgumentError,
     SaveFailedError,
 )
-from air_lightning.integrations.checkpoint_io import AirCheckpointIO, Located
+from air_lightning.integrations.checkpoint_io import AirCheckpointIO
 from air_lightning.integrations.entrance import Entrance
+from air_lightning.integrations.located import Located, locate, whole
 from air_lightning.integrations.model_checkpoint import (
     Adopted,
     LoggerNotices,
@@ -247,8 +248,8 @@ class Binding:
     def _locate(self, path: Any, is_fit: bool) -> Located:
         chosen, self._chosen = self._chosen, None
         if path == chosen:
-            return self.io.located(path)
-        return self.io.locate(path, resumable=is_fit)
+            return whole(path)
+        return locate(path, self.io.storage_options, resumable=is_fit)
 
     def _on_all(self, located: Located, read: Callable[[], _T]) -> _T:
         """Read on every rank: one that fails alone would leave the others in a collective."""

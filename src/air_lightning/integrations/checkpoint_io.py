@@ -19,7 +19,7 @@ the whole checkpoint by itself.
 import os
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -36,19 +36,8 @@ from air_lightning.checkpoint.room import Detour
 from air_lightning.checkpoint.saver import AsyncSaver
 from air_lightning.checkpoint.state import read_checkpoint, to_entries
 from air_lightning.errors import InvalidArgumentError
+from air_lightning.integrations.located import Located, PathLike, locate
 from air_lightning.volumes import path as volume_path
-from air_lightning.volumes.storage import open_storage
-
-PathLike = str | os.PathLike[str]
-
-
-class Located(NamedTuple):
-    """Where a checkpoint is, and of which kind."""
-
-    target: str
-    is_file: bool = False  # that Lightning wrote
-    is_lightnings: bool = False  # a directory of one of Lightning's sharded strategies
-    is_whole: bool = False  # a directory with all that its manifest lists
 
 
 class AirCheckpointIO(CheckpointIO):
@@ -249,24 +238,19 @@ class AirCheckpointIO(CheckpointIO):
             CorruptCheckpointError: A file is missing, short or altered.
             UnsafeCheckpointError: Reading it would run code (see ``weights_only``).
         """
-        return self.load_on_this_rank(path, weights_only=weights_only)[0]
+        self.wait()
+        located = locate(path, self.storage_options, resumable=False)
+        return self.load(located, weights_only)[0]
 
-    def load_on_this_rank(
-        self, path: PathLike, *, weights_only: bool | None = None
+    def load(
+        self, located: Located, weights_only: bool | None
     ) -> tuple[dict[str, Any], dict[str, Any] | None]:
-        """Load the Trainer's checkpoint dict and what this rank alone saved.
+        """Load the Trainer's checkpoint dict and what this rank alone saved, by this process alone.
 
         Returns:
             The checkpoint, tensors on the CPU, and this rank's blob; None for the latter where the
             checkpoint has none of this rank.
         """
-        self.wait()
-        return self.load(self.locate(path), weights_only)
-
-    def load(
-        self, located: "Located", weights_only: bool | None
-    ) -> tuple[dict[str, Any], dict[str, Any] | None]:
-        """Load what ``locate`` found, by this process alone."""
         if located.is_file:
             return self._load_file(located.target, weights_only), None
         return self.read(located.target, weights_only)
@@ -291,23 +275,6 @@ class AirCheckpointIO(CheckpointIO):
             no_dist=True,
             **options,
         )
-
-    def locate(self, path: PathLike, *, resumable: bool = False) -> "Located":
-        """Find the checkpoint of this path.
-
-        Args:
-            path: As it was saved to.
-            resumable: Whether one that holds weights alone is the last choice.
-        """
-        target = volume_path.normalize(path, allow_local=True)
-        found = attempt.newest_whole(target, self.storage_options, resumable=resumable)
-        if found is not None:
-            return self.located(found.path)
-        return Located(target, self._is_file(target), is_lightnings=_is_sharded(target))
-
-    def located(self, target: str) -> "Located":
-        """As ``locate``, for a directory that is known to be a whole checkpoint."""
-        return Located(target, is_lightnings=_is_sharded(target), is_whole=True)
 
     @override
     def remove_checkpoint(self, path: PathLike) -> None:
@@ -398,26 +365,9 @@ class AirCheckpointIO(CheckpointIO):
         """Run something, instead of what was given before, once the last save has settled."""
         self._then = action
 
-    def _is_file(self, target: str) -> bool:
-        local = volume_path.local_dir(target)
-        if local is not None:
-            return os.path.isfile(local)
-        parent = open_storage(
-            volume_path.parent(target), allow_local=True, storage_options=self.storage_options
-        )
-        return any(
-            not entry.is_dir and entry.name == volume_path.name(target)
-            for entry in parent.list_dir()
-        )
-
     def _load_file(self, target: str, weights_only: bool | None) -> dict[str, Any]:
         local = volume_path.local_dir(target)
         loaded: dict[str, Any] = TorchCheckpointIO().load_checkpoint(
             local or target, weights_only=weights_only
         )
         return loaded
-
-
-def _is_sharded(target: str) -> bool:
-    local = volume_path.local_dir(target)
-    return local is not None and os.path.isfile(os.path.join(local, "meta.pt"))
