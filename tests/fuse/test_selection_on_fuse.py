@@ -295,6 +295,7 @@ def all_cases(directory: str, mounts: list[Mount]) -> None:
         resumed(directory, case, mounts)
 
 
+@pytest.mark.slow
 def test_ranks_whose_listings_differ_agree_or_fail_together(tmp_path: Path) -> None:
     """One rank chooses; another waits until it sees that, and all fail where it never does."""
     source = tmp_path / "source"
