@@ -42,6 +42,7 @@ bench: $(STAMP)  ## speed and memory against the peers, ratios in one run
 	$(BIN)/python benchmarks/load.py
 	$(BIN)/python benchmarks/scale.py
 	$(BIN)/python benchmarks/stream.py
+	$(BIN)/python benchmarks/resume.py
 	$(BIN)/python benchmarks/metrics.py
 
 clean:

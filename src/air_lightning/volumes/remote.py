@@ -93,7 +93,7 @@ class FsspecStorage:
             [mtime for _, _, mtime in kept],
         )
 
-    def list_dir(self, name: str = "") -> list[Entry]:
+    def list_dir(self, name: str = "", *, limit: int | None = None) -> list[Entry]:
         """See :class:`~air_lightning.volumes.base.Storage`."""
         path = self._path(name)
         found = self._call("list", name, lambda: self._fresh().ls(path, detail=True))
@@ -102,7 +102,7 @@ class FsspecStorage:
             for info in found
             if info["name"].strip("/") != path.strip("/")
         }
-        return sorted(entries)
+        return sorted(entries)[:limit]
 
     def stat(self, name: str) -> FileInfo:
         """See :class:`~air_lightning.volumes.base.Storage`."""
