@@ -44,6 +44,16 @@ def _missed(reporter: pytest.TerminalReporter) -> bool:
     return bool(os.environ.get("AIR_REQUIRE_ALL")) and bool(reporter.stats.get("skipped"))
 
 
+def pytest_collection_finish() -> None:
+    """Take what the imports made out of the collector's sight.
+
+    The police collects after every test, and half a million objects of torch, Lightning and MLflow
+    made that a third of a second each time: more than most tests take.
+    """
+    gc.collect()
+    gc.freeze()
+
+
 class Volume:
     """A volume on local disk.
 
