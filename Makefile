@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed-$(shell cat pyproject.toml constraints.txt | cksum |
 # Tests wait much (for forks, mounts and limits): two at a time take little more than half as long.
 # `make test JOBS=0` runs them one after the other, in one process.
 JOBS ?= 2
-PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadgroup
+PYTEST := $(BIN)/python -m pytest -n $(JOBS) --maxschedchunk 1
 
 .PHONY: demo test check lint docs bench clean
 
