@@ -25,6 +25,7 @@ from air_lightning.checkpoint.catalog import find_latest_valid, verify_checkpoin
 from air_lightning.data.stream import set_share
 from air_lightning.errors import AirError, CheckpointError, InvalidArgumentError
 from air_lightning.integrations.attach import AirAttach, bind
+from air_lightning.integrations.other_name import refuse_trainer
 from air_lightning.integrations.preemption import Preemption
 from air_lightning.integrations.strategies import data_share
 from air_lightning.volumes import path as volume_path
@@ -81,16 +82,16 @@ class AirResume(AirAttach):
         """Bind the Trainer, and the place where it decides what to restore.
 
         Raises:
-            InvalidArgumentError: The Trainer has no AirCheckpointIO.
+            InvalidArgumentError: The Trainer has no AirCheckpointIO, or is pytorch_lightning's.
         """
+        refuse_trainer(trainer)
         set_share(data_share(trainer.strategy))
         binding = bind(trainer)
         if binding is None:
             raise InvalidArgumentError(
                 "AirResume needs Trainer(plugins=[AirCheckpointIO()]); this Trainer saves through "
                 f"{type(getattr(trainer.strategy, '_checkpoint_io', None)).__name__}, whose "
-                "checkpoints hold rank 0's position only. (Import Trainer from lightning: the "
-                "names of pytorch_lightning are other classes, and do not work with these.)"
+                "checkpoints hold rank 0's position only."
             )
         if self.elastic:
             binding.go_on_elsewhere()
