@@ -35,7 +35,7 @@ from air_lightning.checkpoint.order import both
 from air_lightning.checkpoint.room import Detour
 from air_lightning.checkpoint.saver import AsyncSaver
 from air_lightning.checkpoint.state import read_checkpoint, to_entries
-from air_lightning.errors import InvalidArgumentError
+from air_lightning.errors import CheckpointMismatchError, InvalidArgumentError
 from air_lightning.volumes import path as volume_path
 from air_lightning.volumes.storage import open_storage
 
@@ -237,6 +237,7 @@ class AirCheckpointIO(CheckpointIO):
 
         Raises:
             CheckpointError: The directory is no complete checkpoint.
+            CheckpointMismatchError: One of Lightning's sharded strategies saved it.
             CorruptCheckpointError: A file is missing, short or altered.
             UnsafeCheckpointError: Reading it would run code (see ``weights_only``).
         """
@@ -252,10 +253,17 @@ class AirCheckpointIO(CheckpointIO):
             checkpoint has none of this rank.
         """
         self.wait()
-        target = self._resolve(path)
-        if self._is_file(target):
-            return self._load_file(target, weights_only), None
-        return self.read(target, weights_only)
+        target, is_lightnings = self.locate(path)
+        if not is_lightnings:
+            return self.read(target, weights_only)
+        if os.path.isdir(volume_path.local_dir(target) or ""):
+            raise CheckpointMismatchError(
+                f"{target} was saved by Lightning itself under ModelParallelStrategy or "
+                "FSDPStrategy; this strategy does not read that. Resume once under the strategy "
+                "that saved it, with AirCheckpointIO: what that saves resumes under any. "
+                "`air-lightning export` gives its weights."
+            )
+        return self._load_file(target, weights_only), None
 
     def read(
         self, target: str, weights_only: bool | None, **options: Any

@@ -67,8 +67,9 @@ def refuse_callbacks(callbacks: Iterable[Any]) -> None:
         InvalidArgumentError: One is.
     """
     other = sys.modules.get(f"{_OTHER}.callbacks")
-    for callback in callbacks if other is not None else ():
-        if isinstance(callback, other.Checkpoint):
+    theirs = () if other is None else other.Checkpoint
+    for callback in callbacks:
+        if isinstance(callback, theirs):
             raise InvalidArgumentError(
                 f"{type(callback).__name__} of {_OTHER} was given to a Trainer of lightning, which "
                 "does not know it for a checkpoint callback: it adds one of its own, and AirResume "

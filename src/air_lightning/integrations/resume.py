@@ -22,6 +22,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from typing_extensions import override
 
 from air_lightning.checkpoint.catalog import find_latest_valid, verify_checkpoint
+from air_lightning.checkpoint.single_file import newest_file
 from air_lightning.data.stream import set_share
 from air_lightning.errors import AirError, CheckpointError, InvalidArgumentError
 from air_lightning.integrations.attach import AirAttach, bind
@@ -39,6 +40,7 @@ class AirResume(AirAttach):
     """Resumes ``trainer.fit`` from the newest valid checkpoint; starts fresh when there is none.
 
     A checkpoint is valid when its ``.metadata`` is there and its files have their recorded sizes.
+    Lightning's own, single files and sharded directories, count too, and the latest step wins.
     Restores weights, optimizers and loops as Lightning does, and for each rank its loader position
     and random generators, so that the run goes on with the batch that would have come next.
 
@@ -167,13 +169,16 @@ def _means_last(path: Any, roots: Iterable[str]) -> bool:
 
 
 def _newest(roots: Iterable[str], storage_options: dict[str, Any] | None) -> str | None:
+    """The path of the latest step, of whoever wrote it; ours where two have the same."""
+    roots = list(dict.fromkeys(roots))
     found = [
         find_latest_valid(root, resumable=True, storage_options=storage_options) for root in roots
     ]
     valid = [path for path in found if path is not None]
-    if len(valid) <= 1:
-        return valid[0] if valid else None
+    single = newest_file(roots, storage_options=storage_options)
+    if len(valid) + (single is not None) <= 1:
+        return valid[0] if valid else single and single.path
     records = [verify_checkpoint(path, storage_options=storage_options) for path in valid]
-    newest = max(records, key=lambda record: -1 if record.step is None else record.step)
-    path: str = newest.path
-    return path
+    steps = [(-1 if record.step is None else record.step, record.path) for record in records]
+    newest = max(steps, key=lambda each: each[0])
+    return single.path if single is not None and single.step > newest[0] else newest[1]

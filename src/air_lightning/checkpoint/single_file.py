@@ -1,0 +1,136 @@
+"""The checkpoints that Lightning itself writes, one file each: which of them is the newest.
+
+A run that moves to this package finds those of before in its directory, and must not start anew
+beside them. A file tells its step only from within, times mean nothing on object stores; what it
+holds is a pickle beside the tensors' bytes. Of that pickle nothing is run, no class is looked up,
+and no tensor is read: whatever is not a plain value becomes a ``_Nothing``.
+"""
+
+import io
+import logging
+import pickle
+import zipfile
+from collections.abc import Iterable
+from typing import Any, BinaryIO, NamedTuple
+
+from typing_extensions import override
+
+from air_lightning.checkpoint.manifest import is_missing
+from air_lightning.volumes import path as paths
+from air_lightning.volumes.storage import Storage, open_storage
+
+_log = logging.getLogger("air_lightning")
+
+_EXTENSION = ".ckpt"  # of ModelCheckpoint.FILE_EXTENSION
+# What zipfile and pickle raise for files that are cut short or no pickles.
+_NOT_ONE = (
+    zipfile.BadZipFile,
+    pickle.UnpicklingError,
+    EOFError,
+    AttributeError,
+    LookupError,
+    TypeError,
+    ValueError,
+)
+
+
+class SingleFile(NamedTuple):
+    """A complete checkpoint of Lightning's that a fit can resume from."""
+
+    step: int
+    path: str
+
+
+def newest_file(
+    roots: Iterable[str], *, storage_options: dict[str, Any] | None = None
+) -> SingleFile | None:
+    """Return the file of the latest step directly below ``roots``, or None.
+
+    Those that are cut short are logged; weights alone and files of other programs are left out.
+
+    Args:
+        roots: Directories; a missing one has none.
+        storage_options: Passed to fsspec.
+
+    Raises:
+        StorageError: One cannot be read.
+    """
+    found: list[SingleFile] = []
+    for root in roots:
+        storage = open_storage(root, allow_local=True, storage_options=storage_options)
+        for name in _names(storage):
+            step = _step(storage, name)
+            if step is not None:
+                found.append(SingleFile(step, paths.join(storage.root, name)))
+    return max(found, default=None)
+
+
+def _names(storage: Storage) -> list[str]:
+    try:
+        entries = storage.list_dir()
+    except FileNotFoundError:
+        return []
+    return [
+        entry.name
+        for entry in entries
+        if not entry.is_dir and entry.name.endswith(_EXTENSION) and entry.name[0] != "."
+    ]
+
+
+def _step(storage: Storage, name: str) -> int | None:
+    try:
+        with storage.open_read(name) as stream:
+            outline = _outline(stream)
+    except _NOT_ONE as error:
+        where = paths.join(storage.root, name)
+        _log.warning(
+            "Passing over the checkpoint %s: cut short, or another file (%s).", where, error
+        )
+        return None
+    except OSError as error:
+        if is_missing(error):  # a running job keeps the best few only
+            return None
+        raise
+    step = outline.get("global_step") if "optimizer_states" in outline else None
+    return step if isinstance(step, int) else None
+
+
+def _outline(stream: BinaryIO) -> dict[str, Any]:
+    """The plain values of the dict that ``torch.save`` wrote."""
+    with zipfile.ZipFile(stream) as archive:
+        # Its directory is at the very end: what can be opened is whole.
+        (entry,) = [x for x in archive.infolist() if x.filename.endswith("/data.pkl")]
+        if entry.compress_type != zipfile.ZIP_STORED:
+            raise ValueError("compressed, as torch.save never does")
+        value = _Outline(io.BytesIO(archive.read(entry))).load()
+    return value if isinstance(value, dict) else {}
+
+
+class _Nothing:
+    """Takes the place of every object, and does nothing that a pickle asks of it."""
+
+    def __new__(cls, *_: Any, **__: Any) -> "_Nothing":
+        return super().__new__(cls)
+
+    def __call__(self, *_: Any, **__: Any) -> "_Nothing":
+        return self
+
+    def __setstate__(self, state: Any) -> None: ...
+
+    def __setitem__(self, key: Any, value: Any) -> None: ...
+
+    def append(self, item: Any) -> None: ...
+
+    def extend(self, items: Any) -> None: ...
+
+
+class _Outline(pickle.Unpickler):
+    """Reads a pickle without what its classes and functions are for."""
+
+    @override
+    def find_class(self, module: str, name: str, /) -> Any:
+        return _Nothing
+
+    @override
+    def persistent_load(self, pid: Any, /) -> Any:
+        return None
