@@ -30,7 +30,8 @@ def begin_without_position(fit_loop: Any, loaders: Sequence[Any]) -> bool:
     fit_loop._combined_loader_states_to_load = []
     progress = fit_loop.epoch_progress.current
     for loader in loaders:
-        loader.set_epoch(progress.processed)
+        # Overfitting is on the same batches again and again.
+        loader.set_epoch(0 if fit_loop.trainer.overfit_batches > 0 else progress.processed)
     done = fit_loop.epoch_loop.batch_progress.current.ready
     if progress.started > progress.processed and done > 0:
         rank_zero_warn(
