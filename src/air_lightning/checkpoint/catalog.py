@@ -21,6 +21,7 @@ from air_lightning.checkpoint.retention import condemned, is_link
 from air_lightning.checkpoint.search import Search, each
 from air_lightning.errors import CheckpointError, CorruptCheckpointError, InvalidArgumentError
 from air_lightning.volumes import path as paths
+from air_lightning.volumes.base import Entry
 from air_lightning.volumes.storage import open_storage
 
 __all__ = [
@@ -83,16 +84,21 @@ def find_latest_valid(
 
 
 def newest_valid(
-    root: Path, *, resumable: bool = False, storage_options: dict[str, Any] | None = None
+    root: Path,
+    *,
+    resumable: bool = False,
+    storage_options: dict[str, Any] | None = None,
+    listed: list[Entry] | None = None,
 ) -> CheckpointRecord | None:
-    """As :func:`find_latest_valid`, and return its record."""
+    """As :func:`find_latest_valid`, and return its record; ``listed`` as of ``list_root``."""
     told: set[str] = set()
     before: tuple[list[str], list[CheckpointRecord]] | None = None
     while True:
         # Between listing and looking, a running job may publish a checkpoint and delete the one
         # before it: neither is then found whole, though one was at every moment. So look again,
         # until nothing changes.
-        children = _children(root, storage_options)
+        children = _children(root, storage_options, listed)
+        listed = None
         found, passed = Search(children, storage_options, resumable=resumable).run()
         for record in passed:
             if record.path not in told:
@@ -204,14 +210,21 @@ def _remove_file(path: str, options: dict[str, Any] | None) -> None:
     parent.remove(paths.name(path))
 
 
-def _children(root: Path, options: dict[str, Any] | None) -> list[str]:
-    """The directories directly below a root."""
+def list_root(root: Path, options: dict[str, Any] | None) -> list[Entry]:
+    """What is directly below a root; nothing for a missing one."""
     target = paths.normalize(root, allow_local=True)
-    storage = open_storage(target, allow_local=True, storage_options=options)
     try:
-        entries = storage.list_dir()
+        return open_storage(target, allow_local=True, storage_options=options).list_dir()
     except FileNotFoundError:
         return []
+
+
+def _children(
+    root: Path, options: dict[str, Any] | None, listed: list[Entry] | None = None
+) -> list[str]:
+    """The directories directly below a root."""
+    target = paths.normalize(root, allow_local=True)
+    entries = list_root(target, options) if listed is None else listed
     return [
         paths.join(target, entry.name)
         for entry in entries

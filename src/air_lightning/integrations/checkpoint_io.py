@@ -35,7 +35,7 @@ from air_lightning.checkpoint.order import both
 from air_lightning.checkpoint.room import Detour
 from air_lightning.checkpoint.saver import AsyncSaver
 from air_lightning.checkpoint.state import read_checkpoint, to_entries
-from air_lightning.errors import InvalidArgumentError
+from air_lightning.errors import CheckpointMismatchError, InvalidArgumentError
 from air_lightning.integrations.located import Located, PathLike, locate
 from air_lightning.volumes import path as volume_path
 
@@ -235,6 +235,7 @@ class AirCheckpointIO(CheckpointIO):
 
         Raises:
             CheckpointError: The directory is no complete checkpoint.
+            CheckpointMismatchError: One of Lightning's sharded strategies saved it.
             CorruptCheckpointError: A file is missing, short or altered.
             UnsafeCheckpointError: Reading it would run code (see ``weights_only``).
         """
@@ -253,6 +254,13 @@ class AirCheckpointIO(CheckpointIO):
         """
         if located.is_file:
             return self._load_file(located.target, weights_only), None
+        if located.is_lightnings:
+            raise CheckpointMismatchError(
+                f"{located.target} was saved by Lightning itself under ModelParallelStrategy or "
+                "FSDPStrategy; this strategy does not read that. Resume once under the strategy "
+                "that saved it, with AirCheckpointIO: what that saves resumes under any. "
+                "`air-lightning export` gives its weights."
+            )
         return self.read(located.target, weights_only)
 
     def read(
