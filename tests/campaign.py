@@ -176,7 +176,8 @@ class Campaign:
             self.tally.left["whole" if record.valid else _remains(self._local(record.path))] += 1
             if record.valid:
                 verify_checkpoint(record.path, deep=True)
-                loaded = AirCheckpointIO(verify=True).load_checkpoint(record.path)
+                # Not load_checkpoint: of a path and its alternative that gives the newer one.
+                loaded, _ = AirCheckpointIO(verify=True).read(record.path, None)
                 assert loaded["global_step"] == record.step
                 strays = _strays(self._local(record.path))
                 assert not strays, f"{record.path} holds {strays}"
@@ -207,7 +208,12 @@ class Campaign:
             batches, again = timeline(life, rank)
             assert batches == wanted
             assert validations(life, rank) == validations(self._reference, rank)
-            assert_same(result(life, rank), result(self._reference, rank), f"rank {rank}: ")
+            got, expected = result(life, rank), result(self._reference, rank)
+            # Of metrics, those that were logged since the last start.
+            expected["metrics"] = {name: expected["metrics"][name] for name in got["metrics"]}
+            if starts(life, rank)[-1]["start"] == STEPS:
+                del got["generator"], expected["generator"]  # there was no batch to restore it for
+            assert_same(got, expected, f"rank {rank}: ")
             self.tally.steps_again += again
         self._check_counts(life)
         self._check_files(life)
@@ -232,9 +238,10 @@ class Campaign:
         left = {name for name in os.listdir(life.scratch) if not _may_stay(life.scratch, name)}
         assert not left, f"left in the temporary directory: {left}"
         if life.cache is not None:
-            files = [path for path in Path(life.cache).rglob("*") if path.is_file()]
-            parts = [path for path in files if path.suffix != ".txt"]
+            parts = list(Path(life.cache).rglob("*.part"))
             assert not parts, f"left in the cache: {parts}"
+            files = sorted(path.read_text() for path in Path(life.cache).rglob("*.txt"))
+            assert files == sorted(map(str, [*range(FILES), *range(VALIDATION_FILES)]))
 
 
 def _may_stay(scratch: str, name: str) -> bool:
@@ -266,7 +273,8 @@ def _strays(local: str) -> set[str]:
 
 
 def _is_ours(name: str) -> bool:
-    return name.startswith(("torch_", "psm_", "sem.", "air", "pym-"))
+    # Semaphores are unlinked where they are made; those seen here are of other programs.
+    return name.startswith(("torch_", "psm_", "air"))
 
 
 def main() -> None:

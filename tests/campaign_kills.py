@@ -322,7 +322,7 @@ def _wait_for(condition: Callable[[], bool], seconds: float) -> None:
 def draw(
     chance: random.Random, usual_s: float, world_size: int, *, signals: bool
 ) -> tuple[Moment, Blow]:
-    """Draw a moment, in nearly three of four cases one of a save, and what is struck then."""  # fmt: skip
+    """Draw a moment, in three of five cases one of a save, and what is struck then."""
     kind = chance.choices(
         ["time", "shard", "manifest", "marker", "directory", "deletion", "restore", "cache"],
         [28, 16, 10, 14, 4, 16, 6, 6],

@@ -67,6 +67,19 @@ class Life:
         return f"{self.directory}/diary-{rank}.jsonl"
 
 
+class Monitored(Model):
+    """Model with a metric that is the same on all ranks: what to keep must be."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.log("mean_loss", loss, sync_dist=True)
+        return loss
+
+
+class MonitoredSharded(Monitored, Sharded):
+    """The same, sharded."""
+
+
 class Watched(Callback):
     """Writes down where an attempt begins, each batch, and each whole validation."""
 
@@ -121,11 +134,11 @@ def train(life: Life) -> None:
         min_free_bytes=0,
         timeout=60,
     )
-    model = Model() if life.strategy == "ddp" else Sharded()
+    model = Monitored() if life.strategy == "ddp" else MonitoredSharded()
     checkpoint = ModelCheckpoint(
         dirpath=life.checkpoints,
         every_n_train_steps=SAVE_EVERY,
-        monitor="loss",
+        monitor="mean_loss",
         save_top_k=2,
         save_last=True,
         # Or Lightning puts off the save of an epoch's last step, and forgets that when it resumes.

@@ -9,6 +9,8 @@ A writer that overwrites must first make the old checkpoint none; killed then, n
     settle   after publication: the other one is deleted, and ``<path>.alt`` is renamed to
              ``<path>`` where directories can be renamed; elsewhere it keeps its name
     newest   what loading ``<path>`` means: of the two, the complete one that was published last
+
+``is_torn`` tells what a kill cut short from what a save must not take the name of.
 """
 
 import contextlib
@@ -16,6 +18,7 @@ import os
 from typing import Any
 
 from air_lightning.checkpoint.catalog import CheckpointRecord, remove_checkpoint, verify_checkpoint
+from air_lightning.checkpoint.manifest import is_ours
 from air_lightning.checkpoint.order import SUFFIX, as_published, both
 from air_lightning.errors import AirError, CheckpointError, SaveFailedError
 from air_lightning.volumes import path as paths
@@ -63,6 +66,17 @@ def newest(path: str, options: dict[str, Any] | None) -> str:
     """The name under which a checkpoint of ``path`` is; ``path`` itself where there is none."""
     found = _complete_ones(path, options)
     return found[-1].path if found else path
+
+
+def is_torn(path: str, options: dict[str, Any] | None) -> bool:
+    """Whether all that is under a path is what a save left that never came to its end."""
+    if _complete_ones(path, options):
+        return False
+    try:
+        entries = open_storage(path, allow_local=True, storage_options=options).list_dir()
+    except OSError:
+        return False
+    return all(is_ours(entry.name) and not entry.is_dir for entry in entries)
 
 
 def _complete_ones(path: str, options: dict[str, Any] | None) -> list[CheckpointRecord]:

@@ -3,12 +3,14 @@
 What is corrected::
 
     dirpath       taken as it was written: Lightning makes relative paths of some URLs
+    names         what a kill left of a save does not count as a file that exists: the resumed run
+                  saves that step again, under the same name and not as ``-v1`` beside it
     links         made when what they lead to is published
     save_last     a second name for the checkpoint that was just saved, where files can be linked,
                   and not a second save of the same step
     loggers       told of a checkpoint when it is published, on the training thread
-    on_exception  a checkpoint that cannot be saved is a line in the log: the user's error comes out;
-                  a run that ends on a signal has saved already
+    on_exception  a checkpoint that cannot be saved is a line in the log: the user's error comes
+                  out; a run that ends on a signal has saved already
 """
 
 import copy
@@ -55,6 +57,8 @@ class Adopted:
 
     Attributes:
         source: While ``save_last`` saves what was saved a moment ago under another name: that name.
+        resumes: Whether what is torn in its directory was this run's. Otherwise it may be another
+            run's save in flight.
     """
 
     def __init__(self, callback: Any, io: AirCheckpointIO) -> None:
@@ -63,11 +67,14 @@ class Adopted:
         self._save = callback._save_checkpoint
         self._save_topk = callback._save_topk_checkpoint
         self._save_last = callback._save_last_checkpoint
+        self._file_exists = callback.file_exists
         self._fresh: str | None = None
         self.source: str | None = None
+        self.resumes = False
         if callback.dirpath is not None:
             callback.dirpath = as_written(callback.dirpath)
         callback._link_checkpoint = self._link
+        callback.file_exists = self._exists
         callback._save_checkpoint = self._note_path
         callback._save_topk_checkpoint = self._note_topk
         callback._save_last_checkpoint = self._save_last_once
@@ -77,6 +84,12 @@ class Adopted:
         if trainer.is_global_zero and filepath != linkpath:
             self._io.link(filepath, linkpath)
         trainer.strategy.barrier()
+
+    def _exists(self, filepath: str, trainer: Any) -> bool:
+        if not self._file_exists(filepath, trainer):
+            return False
+        torn = self.resumes and trainer.is_global_zero and self._io.is_torn(filepath)
+        return not trainer.strategy.broadcast(torn)
 
     def _note_path(self, trainer: Trainer, filepath: str) -> None:
         self._save(trainer, filepath)
