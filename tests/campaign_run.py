@@ -132,7 +132,6 @@ def train(life: Life) -> None:
         pattern="*.txt",
         cache_dir=life.cache,
         min_free_bytes=0,
-        timeout=60,
     )
     model = Monitored() if life.strategy == "ddp" else MonitoredSharded()
     checkpoint = ModelCheckpoint(
