@@ -110,6 +110,15 @@ def test_without_air_resume_a_torn_directory_may_be_another_runs(tmp_path: Path)
     assert (tmp_path / "c" / "epoch=0-step=2-v1.ckpt").is_dir()
 
 
+def test_names_that_are_taken_on_a_volume_that_a_directory_stands_in_for(volume: Volume) -> None:
+    """A second run from the start saves beside the checkpoints of the first, as Lightning does."""
+    for _ in range(2):
+        fit(trainer_with(saving(f"{volume.path}/c")))
+    names = {"epoch=0-step=2.ckpt", "epoch=0-step=4.ckpt"}
+    versions = {name.replace(".ckpt", "-v1.ckpt") for name in names}
+    assert set(os.listdir(volume.directory / "c")) == names | versions
+
+
 class Uploading(CSVLogger):
     """Notes how many checkpoints a logger that uploads them would find."""
 

@@ -70,12 +70,12 @@ def newest(path: str, options: dict[str, Any] | None) -> str:
 
 def is_torn(path: str, options: dict[str, Any] | None) -> bool:
     """Whether all that is under a path is what a save left that never came to its end."""
-    if _complete_ones(path, options):
-        return False
     try:
+        if _complete_ones(path, options):
+            return False
         entries = open_storage(path, allow_local=True, storage_options=options).list_dir()
-    except OSError:
-        return False
+    except (AirError, OSError):
+        return False  # a file, or nothing that can be told
     return all(is_ours(entry.name) and not entry.is_dir for entry in entries)
 
 

@@ -23,6 +23,7 @@ from typing import Any
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
+from air_lightning.checkpoint.order import both
 from air_lightning.integrations.checkpoint_io import AirCheckpointIO
 from air_lightning.integrations.signals import Preempted
 from air_lightning.volumes import path as volume_path
@@ -86,7 +87,12 @@ class Adopted:
         trainer.strategy.barrier()
 
     def _exists(self, filepath: str, trainer: Any) -> bool:
-        if not self._file_exists(filepath, trainer):
+        names = [volume_path.local_dir(name) for name in both(as_written(filepath))]
+        if None in names:
+            if not self._file_exists(filepath, trainer):
+                return False
+        # Lightning looks for /Volumes itself, also where a directory stands in for it.
+        elif not trainer.strategy.broadcast(any(name and os.path.exists(name) for name in names)):
             return False
         torn = self.resumes and trainer.is_global_zero and self._io.is_torn(filepath)
         return not trainer.strategy.broadcast(torn)
