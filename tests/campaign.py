@@ -31,7 +31,13 @@ from typing import Any
 
 import torch
 
-from air_lightning import AirCheckpointIO, find_latest_valid, list_checkpoints, verify_checkpoint
+from air_lightning import (
+    AirCheckpointIO,
+    find_latest_valid,
+    list_checkpoints,
+    prune_checkpoints,
+    verify_checkpoint,
+)
 from campaign_kills import Blow, Moment, draw, run_to
 from campaign_run import (
     EPOCHS,
@@ -65,7 +71,8 @@ class Tally:
     steps_again: int = 0
     moments: Counter[str] = field(default_factory=Counter)
     victims: Counter[str] = field(default_factory=Counter)
-    left: Counter[str] = field(default_factory=Counter)
+    left: Counter[str] = field(default_factory=Counter)  # in directories, after an attempt
+    kept: Counter[str] = field(default_factory=Counter)  # beside those that should be, at the end
 
     def to_json(self) -> str:
         """One line."""
@@ -217,6 +224,7 @@ class Campaign:
             self.tally.steps_again += again
         self._check_counts(life)
         self._check_files(life)
+        self._check_checkpoints(life)
         left = {name for name in set(os.listdir("/dev/shm")) - shared_memory if _is_ours(name)}
         assert not left, f"left in shared memory: {left}"
 
@@ -232,6 +240,23 @@ class Campaign:
             assert len(delivered) == FILES
             assert delivered.total() == FILES + padding
             assert max(delivered.values()) == 2
+
+    def _check_checkpoints(self, life: Life) -> None:
+        """Those of the uninterrupted run are there under their names; ``prune`` takes the others.
+
+        Others: those that were saved on a signal, and of each kill between a publication and
+        the deletion that follows it, the checkpoint that was to be deleted, or what is left of it.
+        """
+        kept = {Path(r.path).name for r in list_checkpoints(self._reference.checkpoints)}
+        found = list_checkpoints(life.checkpoints)
+        assert kept <= {Path(record.path).name for record in found if record.valid}
+        for record in found:
+            name = Path(record.path).name
+            assert "-v" not in name, f"{name}: a name was taken by what a kill had left"
+            if name not in kept:
+                self.tally.kept["whole" if record.valid else "torn"] += 1
+        prune_checkpoints(life.checkpoints, keep_last=len(kept))
+        assert all(record.valid for record in list_checkpoints(life.checkpoints))
 
     def _check_files(self, life: Life) -> None:
         """Nothing temporary is left when a training has ended."""
