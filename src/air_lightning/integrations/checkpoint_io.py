@@ -82,6 +82,7 @@ class AirCheckpointIO(CheckpointIO):
         self._bound = False
         self._then: Callable[[], None] | None = None
         self._clones: dict[str, bool] = {}
+        self._target: str | None = None  # of the last save, which may be in flight
 
     @property
     def stats(self) -> list[Any]:
@@ -191,7 +192,13 @@ class AirCheckpointIO(CheckpointIO):
         target = volume_path.normalize(path, allow_local=True)
         chosen = attempt.choose(target, self.storage_options)
         attempt.require_place(chosen, self.storage_options)
+        self._target = target
         return chosen
+
+    def is_torn(self, path: PathLike) -> bool:
+        """Whether under this name is only what a killed process left of a save; of one rank."""
+        target = volume_path.normalize(path, allow_local=True)
+        return target != self._target and attempt.is_torn(target, self.storage_options)
 
     def prepare(self, tensors: Sequence[torch.Tensor]) -> None:
         """Allocate in the background what saving tensors like these will need."""
