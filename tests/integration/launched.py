@@ -48,6 +48,7 @@ class Job:
         strategy: Of the Trainer.
         kill_rank: The rank whose process kills itself, in its first start only.
         kill_at: Before it trains on that batch of the run.
+        kill_with: The signal.
         loop: ``trainer`` or ``fabric``.
     """
 
@@ -58,6 +59,7 @@ class Job:
     strategy: str = "ddp"
     kill_rank: int | None = None
     kill_at: int = 8
+    kill_with: int = signal.SIGKILL
     loop: str = "trainer"
 
     @property
@@ -73,14 +75,14 @@ class Job:
         return json.dumps(asdict(self))
 
     def kill_if_due(self, rank: int, batch: int, published: Any) -> None:
-        """SIGKILL this process, once in the job: when a checkpoint is there to go on from."""
+        """Kill this process, once in the job: when a checkpoint is there to go on from."""
         mark = f"{self.directory}/killed"
         if (rank, batch) != (self.kill_rank, self.kill_at) or os.path.exists(mark):
             return
         published()
         with open(mark, "w"):
             pass
-        os.kill(os.getpid(), signal.SIGKILL)
+        os.kill(os.getpid(), self.kill_with)
 
 
 class Killer(Callback):

@@ -1,6 +1,8 @@
 """Whatever starts the ranks: one is killed, the job is started again, and nothing is lost."""
 
+import json
 import os
+import signal
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -8,21 +10,26 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch._dynamo
+import torch.distributed as dist
 from lightning.fabric import cli
 from torch.distributed import run as torchrun
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from air_lightning import list_checkpoints
+from air_lightning.data.board import group_store
 from integration import launched
 from integration.launched import CACHE_VARIABLE, Job
 from integration.training import assert_same, diary, result
-from ranks import free_port, run_ranks
+from ranks import TERMINATED, free_port, run_ranks
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 FILES = 22  # not a multiple of the batch size times ranks times workers
 SCRIPT = str(Path(launched.__file__))
+# Else restarted ranks find addresses of killed ones in the store that torchrun's agent keeps.
+FRESH_STORES = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 PACKAGES = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
 
 
@@ -74,7 +81,7 @@ def assert_fails_then_ends(start: Callable[..., Any], job: Job, log: Path) -> No
 
 
 def by_torchrun(job: Job) -> None:
-    os.environ["PYTHONPATH"] = PACKAGES
+    os.environ.update(FRESH_STORES, PYTHONPATH=PACKAGES)
     options = ["--standalone", f"--nproc-per-node={job.devices}", "--max-restarts=1"]
     torchrun.main([*options, SCRIPT, job.as_json()])
 
@@ -83,6 +90,50 @@ def test_torchrun_restarts_the_ranks(job: Job, whole: Job, tmp_path: Path) -> No
     """A killed rank costs torchrun one restart of all, which goes on exactly."""
     log = tmp_path / "log"
     assert once(by_torchrun, job, log=log) == 0, log.read_text()[-6000:]
+    assert_was_not_disturbed(job, whole)
+
+
+def leave_behind(job: Job, kept: str) -> None:
+    """A start under an agent that keeps the store: what is in it at the end goes to a file."""
+    store = restarted(0)
+    try:
+        launched.start(job)
+    finally:
+        if os.environ["RANK"] == "0" and hasattr(store, "list_keys"):  # torch 2.6 has not
+            keys = [key for key in store.list_keys() if key.startswith("air_")]
+            Path(kept).write_text(json.dumps({key: store.get(key).decode() for key in keys}))
+
+
+def find_left_behind(job: Job, kept: str) -> None:
+    """The next start, in whose store it all is."""
+    store = restarted(1)
+    if os.environ["RANK"] == "0" and os.path.exists(kept):
+        for key, value in json.loads(Path(kept).read_text()).items():
+            store.set(key, value)
+    dist.barrier()
+    launched.start(job)
+
+
+def restarted(count: int) -> Any:
+    """Join the ranks, as after so many restarts; gives the store."""
+    dist.init_process_group("gloo")
+    os.environ.update(
+        TORCHELASTIC_USE_AGENT_STORE="True",
+        TORCHELASTIC_MAX_RESTARTS="3",
+        TORCHELASTIC_RESTART_COUNT=str(count),
+        GROUP_WORLD_SIZE="1",
+    )
+    return group_store()
+
+
+def test_what_an_earlier_start_left_in_the_store(job: Job, whole: Job, tmp_path: Path) -> None:
+    """A restart in an agent's store obeys no signal, and believes no order, of the start before."""
+    job = replace(job, kill_rank=0, kill_with=signal.SIGTERM)
+    log, kept = tmp_path / "log", str(tmp_path / "kept.json")
+    first = run_ranks(leave_behind, job, kept, world_size=2, log=log)
+    assert set(first) == {TERMINATED}, log.read_text()[-6000:]
+    again = run_ranks(find_left_behind, job, kept, world_size=2, log=log)
+    assert again == [0, 0], log.read_text()[-6000:]
     assert_was_not_disturbed(job, whole)
 
 
@@ -164,6 +215,7 @@ def test_fabric_run(job: Job, numbers: str, tmp_path: Path) -> None:
 def as_node(job: Job, endpoint: str) -> None:
     """The agent of one node; its ranks are forked, and find what torchrun gives them."""
     node = int(os.environ["RANK"])
+    os.environ.update(FRESH_STORES)
     os.environ[CACHE_VARIABLE] = f"{job.directory}/disk-{node}"
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK"):
         del os.environ[name]
