@@ -161,8 +161,7 @@ class FabricLoop:
 
     def __init__(self, job: Job) -> None:
         self.job = job
-        self.fabric = Fabric(accelerator="cpu")  # `fabric run` says the strategy and the devices
-        self.fabric.launch()
+        self.fabric = Fabric()  # what `fabric run` was told; it launches, so this must not
         model = Forward()
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
         self.model, self.optimizer = self.fabric.setup(model, optimizer)

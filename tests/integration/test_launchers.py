@@ -200,6 +200,12 @@ def test_tasks_of_slurm(job: Job, whole: Job, tmp_path: Path) -> None:
     assert_was_not_disturbed(job, whole)
 
 
+def as_rank_of_fabric_run(job: Job) -> None:
+    """A rank that is there already, with what `fabric run` would say of it."""
+    os.environ.update(LT_CLI_USED="1", LT_ACCELERATOR="cpu", LT_STRATEGY="ddp", LT_DEVICES="2")
+    launched.start(job)
+
+
 def by_fabric_run(job: Job) -> None:
     os.environ["PYTHONPATH"] = PACKAGES
     options = ["--accelerator=cpu", "--strategy=ddp", f"--devices={job.devices}"]
@@ -210,10 +216,10 @@ def by_fabric_run(job: Job) -> None:
 def test_fabric_run(job: Job, numbers: str, tmp_path: Path) -> None:
     """A loop of one's own under `fabric run`, started twice, goes on exactly."""
     job = replace(job, loop="fabric")
-    assert_fails_then_ends(by_fabric_run, job, tmp_path / "log")
     whole = replace(job, directory=f"{tmp_path}/whole", kill_rank=None)
-    statuses = run_ranks(launched.start, whole, world_size=2, log=tmp_path / "log")
-    assert statuses == [0, 0]
+    statuses = run_ranks(as_rank_of_fabric_run, whole, world_size=2, log=tmp_path / "log")
+    assert statuses == [0, 0], (tmp_path / "log").read_text()[-4000:]
+    assert_fails_then_ends(by_fabric_run, job, tmp_path / "log")
     assert_was_not_disturbed(job, whole)
 
 

@@ -1,5 +1,7 @@
 """What ranks leave for each other in the store belongs to one start of the job."""
 
+from collections.abc import Iterator
+
 import pytest
 import torch.distributed as dist
 
@@ -7,7 +9,7 @@ from air_lightning.data.board import Board, default_store
 
 
 @pytest.fixture
-def agent(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+def agent(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
     """What torchrun tells the ranks of one node, to which it gives its own store."""
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
@@ -27,7 +29,7 @@ def test_a_restart_finds_nothing_of_the_start_before(agent: pytest.MonkeyPatch) 
 
 
 def test_starts_that_cannot_be_told_apart_have_no_store(agent: pytest.MonkeyPatch) -> None:
-    """Agents of several nodes count differently; without restarts, or an agent, that is no matter."""
+    """Agents of several nodes count each for itself; without restarts that is no matter."""
     agent.setenv("GROUP_WORLD_SIZE", "2")
     assert default_store() is None
     agent.setenv("TORCHELASTIC_MAX_RESTARTS", "0")
