@@ -115,4 +115,6 @@ def default_store() -> Any:
         return None
     store = group_store()
     start = asked("TORCHELASTIC_RESTART_COUNT", "0")
-    return None if store is None else torch.distributed.PrefixStore(f"air_start/{start}", store)
+    if store is None:
+        return None
+    return torch.distributed.PrefixStore(f"air_start/{start}", store)  # type: ignore[attr-defined]
