@@ -7,7 +7,8 @@
       -> position.Restorer: loaders before ``iter()``, generators after the first fetch
 
 One rank chooses because listings of a volume may differ between nodes for some seconds; ranks
-that resume from different steps train on, silently, with different weights.
+that resume from different steps train on, silently, with different weights. One whose listing does
+not show the chosen checkpoint yet waits for it, for a minute, and then all ranks fail (binding.py).
 """
 
 import logging
@@ -21,10 +22,11 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from typing_extensions import override
 
-from air_lightning.checkpoint.catalog import find_latest_valid, verify_checkpoint
+from air_lightning.checkpoint.catalog import newest_valid
+from air_lightning.checkpoint.order import newest_first
 from air_lightning.data.stream import set_share
 from air_lightning.errors import AirError, CheckpointError, InvalidArgumentError
-from air_lightning.integrations.attach import AirAttach, bind
+from air_lightning.integrations.attach import AirAttach, bind, bound
 from air_lightning.integrations.preemption import Preemption
 from air_lightning.integrations.strategies import data_share
 from air_lightning.volumes import path as volume_path
@@ -113,23 +115,32 @@ class AirResume(AirAttach):
     def _choose(self, trainer: Any, given: Any) -> Any:
         if trainer.state.fn != "fit" or trainer.global_step > 0:
             return given
+        found: Any = None
         roots = self._roots(trainer)
-        if given is not None and not _means_last(given, roots):
-            return given
-        found: str | AirError | OSError | None = None
         if trainer.is_global_zero:
             try:
-                found = _newest(roots, self.storage_options)
+                found = self._choose_here(trainer, given, roots)
             except (AirError, OSError) as error:
                 # Sent to the others like a path: they would wait for ever for a rank that raised.
                 found = error
+        # Also what was given: ``ckpt_path="last"`` is a path where the listing tells of one, and
+        # nothing on a rank whose listing does not yet.
         found = trainer.strategy.broadcast(found)
         if isinstance(found, Exception):
             raise CheckpointError(
                 f"Looking for a checkpoint to resume from in {roots} failed: {found}"
             ) from found
-        if found is None and trainer.is_global_zero:
+        return found
+
+    def _choose_here(self, trainer: Any, given: Any, roots: list[str]) -> Any:
+        if given is not None and not _means_last(given, roots):
+            return given
+        found = _newest(roots, self.storage_options)
+        binding = bound(trainer)
+        if found is None:
             _tell_of_fresh_start(roots, self.dirpath)
+        elif binding is not None:
+            binding.take(found)
         return found
 
     def _roots(self, trainer: Any) -> list[str]:
@@ -167,12 +178,8 @@ def _means_last(path: Any, roots: Iterable[str]) -> bool:
 
 def _newest(roots: Iterable[str], storage_options: dict[str, Any] | None) -> str | None:
     found = [
-        find_latest_valid(root, resumable=True, storage_options=storage_options) for root in roots
+        newest_valid(root, resumable=True, storage_options=storage_options)
+        for root in dict.fromkeys(roots)  # several ModelCheckpoints may share a directory
     ]
-    valid = [path for path in found if path is not None]
-    if len(valid) <= 1:
-        return valid[0] if valid else None
-    records = [verify_checkpoint(path, storage_options=storage_options) for path in valid]
-    newest = max(records, key=lambda record: -1 if record.step is None else record.step)
-    path: str = newest.path
-    return path
+    records = newest_first([record for record in found if record is not None], lambda _: True)
+    return records[0].path if records else None
