@@ -9,17 +9,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    MetadataIndex,
-    TensorProperties,
-)
-from torch.distributed.checkpoint.planner import (
-    SavePlan,
-    TensorWriteData,
-    WriteItem,
-    WriteItemType,
-)
+from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.tensor.debug import CommDebugMode
 
 from air_lightning.checkpoint.dcp import UCVolumeReader, UCVolumeWriter
@@ -30,29 +20,23 @@ from air_lightning.checkpoint.sharing import (
     own_share,
     share_out,
 )
+from plans import item
 from ranks import run_ranks
-
-
-def _whole(name: str, rows: int) -> WriteItem:
-    size = torch.Size([rows, 64])
-    chunk = ChunkStorageMetadata(torch.Size([0, 0]), size)
-    data = TensorWriteData(chunk, TensorProperties(torch.float32), size)
-    return WriteItem(MetadataIndex(name, chunk.offsets), WriteItemType.TENSOR, tensor_data=data)
 
 
 def test_what_all_ranks_hold_is_shared_out_evenly(tmp_path: Path) -> None:
     """Of 300 tensors on 64 ranks each is written by one rank, and no rank has a tensor too many."""
-    items = [_whole(f"state_dict.t{i}", 1 + i % 7) for i in range(300)]
-    paths = {item.index.fqn: (item.index.fqn,) for item in items}
+    items = [item(f"state_dict.t{i}", 1 + i % 7) for i in range(300)]
+    paths = {entry.index.fqn: (entry.index.fqn,) for entry in items}
     planner, writer = SavePlanner(), UCVolumeWriter(tmp_path)
     planner.set_up_planner({}, None, is_coordinator=True)
     writer.set_up_storage_writer(True)
     plans, metadata = planner.create_global_plan([SavePlan(items, planner_data=paths)] * 64)
     plans = writer.prepare_global_plan(plans)
-    written = Counter(item.index.fqn for plan in plans for item in plan.items)
-    assert written == Counter({item.index.fqn: 1 for item in items})
+    written = Counter(entry.index.fqn for plan in plans for entry in plan.items)
+    assert written == Counter({entry.index.fqn: 1 for entry in items})
     assert len(metadata.state_dict_metadata) == 300
-    shares = [sum(item.tensor_storage_size() or 0 for item in plan.items) for plan in plans]
+    shares = [sum(entry.tensor_storage_size() or 0 for entry in plan.items) for plan in plans]
     assert max(shares) <= sum(shares) / len(shares) + 7 * 64 * 4
 
 

@@ -26,6 +26,7 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 from torch.serialization import get_unsafe_globals_in_checkpoint
 
 from air_lightning.checkpoint.harmless import harmless_allowed, harmless_names
+from air_lightning.checkpoint.suspended import no_collections
 from air_lightning.checkpoint.unpickle import load_blob
 from air_lightning.errors import SaveFailedError
 
@@ -80,8 +81,15 @@ class SavePlanner(DefaultSavePlanner):
 
     def create_local_plan(self) -> SavePlan:
         """See the base class."""
-        plan: SavePlan = super().create_local_plan()
+        with no_collections():
+            plan: SavePlan = super().create_local_plan()
         return plan
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        """See the base class."""
+        with no_collections():
+            made: tuple[list[SavePlan], Metadata] = super().create_global_plan(all_plans)
+        return made
 
     def transform_object(self, write_item: WriteItem, object: Any) -> Any:  # noqa: A002 (torch's name)
         """See the base class; a blob's bytes pass unchanged."""
