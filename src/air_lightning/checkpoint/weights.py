@@ -40,7 +40,7 @@ def read_weights(
     Raises:
         CheckpointMismatchError: The names do not tell which entries are weights.
     """
-    names = _weights(metadata, reader.path)
+    names = names_of_weights(metadata, reader.path)
     entries: dict[str, Any] = {key: _empty(metadata, key) for key in names}
     if TRAINER_KEY in metadata.state_dict_metadata:
         entries[TRAINER_KEY] = None
@@ -64,8 +64,16 @@ def read_extra(storage: Storage, *, weights_only: bool | None) -> dict[str, Any]
     return extra if isinstance(extra, dict) else {}
 
 
-def _weights(metadata: Metadata, where: str) -> dict[str, str]:
-    """Return the name of each weight by the key of its entry."""
+def names_of_weights(metadata: Metadata, where: str) -> dict[str, str]:
+    """Return the name of each weight by the key of its entry.
+
+    Args:
+        metadata: The directory's.
+        where: The directory, for the message.
+
+    Raises:
+        CheckpointMismatchError: The names of the entries do not tell.
+    """
     planned = metadata.planner_data if isinstance(metadata.planner_data, dict) else {}
     paths = {key: _path(planned.get(key), key) for key in metadata.state_dict_metadata}
     for depth in range(2):
