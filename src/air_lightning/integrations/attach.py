@@ -51,6 +51,7 @@ class AirAttach(Callback):
         binding = bound(trainer)
         if binding is not None:
             binding.note_alike()
+            binding.watch_steps()
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -69,6 +70,13 @@ class AirAttach(Callback):
         """
         if self is next(c for c in _callbacks(trainer) if isinstance(c, AirAttach)):
             start_next_pass(trainer)
+
+    @override
+    def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Note that gradients are no longer those of whole batches alone."""
+        binding = bound(trainer)
+        if binding is not None:
+            binding.note_backward()
 
     @override
     def on_train_batch_end(

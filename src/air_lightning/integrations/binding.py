@@ -41,6 +41,7 @@ from air_lightning.errors import (
     InvalidArgumentError,
     SaveFailedError,
 )
+from air_lightning.integrations.averaging import keep_places_in_saves
 from air_lightning.integrations.checkpoint_io import AirCheckpointIO
 from air_lightning.integrations.entrance import Entrance
 from air_lightning.integrations.model_checkpoint import (
@@ -112,6 +113,7 @@ class Binding:
             for callback in trainer.checkpoint_callbacks
             if isinstance(callback, ModelCheckpoint)
         ]
+        keep_places_in_saves(trainer)
         strategy.save_checkpoint = self.save_checkpoint
         strategy.load_checkpoint = self.load_checkpoint
         strategy.load_model_state_dict = self.load_model_state_dict
@@ -124,6 +126,14 @@ class Binding:
     def restore_validation(self) -> None:
         """Put the validation loaders where they were, once they are there."""
         self._restorer.restore_validation()
+
+    def note_backward(self) -> None:
+        """Note that the open batch has gradients."""
+        self._restorer.gradients.on_backward()
+
+    def watch_steps(self) -> None:
+        """Note from now on which optimizers step, once they are there."""
+        self._restorer.gradients.watch()
 
     def note_alike(self) -> None:
         """Note which parameters the strategy keeps equal on all ranks, before any is unfrozen."""

@@ -6,34 +6,32 @@ batch that was not trained on. Here every rank keeps its own, in one blob of the
 
     save     position(trainer)      loader states less what the fetcher holds ahead, and RNG
     restore  Restorer.arm(blob)
+               the loops' counters  before they are run (stages.py)
                loader states        where Lightning would load its own: before ``iter()``; on
                                     another grid from the states of all ranks (regrid.py)
-               RNG                  after the first batch was fetched, before anything uses it:
-                                    creating iterators draws from torch's generator
+               RNG                  when the moment of the save is reached; in a step, after its
+                                    batch was fetched: creating iterators draws from torch's
+                                    generator
 """
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from lightning.pytorch.loops.loop import _Loop
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from air_lightning.checkpoint.rng import capture_rng_state, restore_rng_state
 from air_lightning.data.loader import DataLoader
 from air_lightning.errors import NotCheckpointableError, StateError
-from air_lightning.integrations import regrid
+from air_lightning.integrations import metrics, regrid, stages
+from air_lightning.integrations.gradients import Gradients
+from air_lightning.integrations.validation import Validation
 
 BLOB_VERSION = 1
 
 
-def position(trainer: Any, rng: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """The blob of this rank, as of the last batch that was trained on.
-
-    Args:
-        trainer: The Trainer.
-        rng: The generators' states before the batch that is being trained on, if one is.
-    """
+def position(trainer: Any) -> dict[str, Any]:
+    """The blob of this rank, as of the last batch that was trained on."""
     loop = trainer.fit_loop
     ahead = _batches_ahead(loop)
     # The learning-rate finder saves before there are loaders, and goes on from there.
@@ -42,10 +40,10 @@ def position(trainer: Any, rng: Mapping[str, Any] | None = None) -> dict[str, An
         "version": BLOB_VERSION,
         "rank": trainer.global_rank,
         "world_size": trainer.world_size,
-        "epoch_done": loop.epoch_loop._num_ready_batches_reached() and not _open_batches(loop),
+        "epoch_done": loop._combined_loader is not None and stages.is_epoch_over(trainer),
         "loaders": loaders,
         "validation_epochs": [getattr(x, "epoch", None) for x in _loaders(_validation(loop))],
-        "rng": rng or capture_rng_state(),
+        "rng": capture_rng_state(),
     }
 
 
@@ -56,6 +54,7 @@ class Origin(NamedTuple):
     world_size: int
     loaders: int | None  # number of train loaders; None where there were none yet
     has_positions: bool  # of loaders, which belong to that world size
+    stage: Mapping[str, Any] | None  # as stages.py has it
     epoch_done: bool
 
     @classmethod
@@ -71,6 +70,7 @@ class Origin(NamedTuple):
             world_size=blob.get("world_size", 0),
             loaders=count,
             has_positions=has_positions,
+            stage=blob.get("stage"),
             epoch_done=bool(blob.get("epoch_done")),
         )
 
@@ -107,53 +107,6 @@ def enter_next_epoch(trainer: Any) -> None:
         loop.reset_restart_stage()
 
 
-class Validation:
-    """Runs a validation that was broken off again, from its beginning.
-
-    Lightning goes on after it where a checkpoint was taken within it.
-    """
-
-    def __init__(self, trainer: Any) -> None:
-        self._trainer = trainer
-        self._rng_due: Mapping[str, Any] | None = None
-        self._rng: Mapping[str, Any] | None = None
-        self.is_saved = False
-        loop = _validation(trainer.fit_loop)
-        self._run = loop.run
-        loop.run = self._run_noted
-
-    @property
-    def rng_before(self) -> Mapping[str, Any] | None:
-        """The generators' states before it, where that is what is saved."""
-        return (self._rng or self._rng_due) if self.is_saved else None
-
-    def arm(self, rng: Mapping[str, Any]) -> None:
-        """Keep the generators' states for the validation that will be run again."""
-        self._rng_due = rng
-
-    def begin_again(self) -> None:
-        """Have the epoch's loop run it first; once its stage of restarting is known."""
-        if self._rng_due is None:
-            return
-        loop = _validation(self._trainer.fit_loop)
-        loop.restarting = False
-        with contextlib.suppress(ImportError):  # older releases run it again by themselves
-            from lightning.pytorch.loops.evaluation_loop import RestartStage
-
-            loop._restart_stage = RestartStage.RESTARTED_MID_EVALUATION
-
-    def _run_noted(self) -> Any:
-        rng, self._rng_due = self._rng_due, None
-        if rng is not None:
-            restore_rng_state(rng)
-        if not self._trainer.sanity_checking:
-            self._rng = capture_rng_state()
-        try:
-            return self._run()
-        finally:
-            self._rng = None
-
-
 class Restorer:
     """Gives each rank its own loader states and generators back, at the moments that are right."""
 
@@ -168,18 +121,22 @@ class Restorer:
         self._trainer = trainer
         self._agree = agree
         self._origin: Origin | None = None
-        self._loaders_due: Mapping[str, Any] | None = None
+        self._blob: Mapping[str, Any] = {}
         self._read_blobs: regrid.ReadBlobs | None = None
         self._rng_due: Mapping[str, Any] | None = None
         self._validation_due: list[int | None] = []
         self._rng_before_batch: Mapping[str, Any] | None = None
-        self._validation = Validation(trainer)
+        self._is_run = False
+        self.gradients = Gradients(trainer)
         loop = trainer.fit_loop
+        self._validation = Validation(_validation(loop), self._before_validation)
+        self._run_loop = loop.run
         self._load_lightnings = loop._load_combined_loader_states
         self._after_fetch = loop.epoch_loop._on_after_fetch
         # On these instances only: the loader states that Lightning would put into the checkpoint
         # are rank 0's, and a loader of a dataset that has no state would raise there.
         loop.on_save_checkpoint = dict
+        loop.run = self._run
         loop._load_combined_loader_states = self._load_loaders
         loop.epoch_loop._on_after_fetch = self._on_after_fetch
 
@@ -209,30 +166,35 @@ class Restorer:
                 f"version {BLOB_VERSION}. Load it with the release that wrote it."
             )
         self._origin, self._read_blobs = origin, read_blobs
-        self._loaders_due = blob or {}
-        self._rng_due = blob["rng"] if blob else None
+        self._blob = blob or {}
+        self._rng_due = self._blob.get("rng")
         if origin.world_size != self._trainer.world_size:
             self._tell_of_other_ranks(origin)
         elif blob:
             self._validation_due = blob["validation_epochs"]
-            if blob.get("in_validation"):
-                self._rng_due = None
-                self._validation.arm(blob["rng"])
 
     def position(self) -> dict[str, Any]:
         """The blob of this rank; the batch being trained on, if one is, counts as not begun."""
+        validation = self._validation
         is_open = _open_batches(self._trainer.fit_loop) > 0
-        rng = self._rng_before_batch if is_open else self._validation.rng_before
-        return {**position(self._trainer, rng), "in_validation": self._validation.is_saved}
+        before = {"rng": self._rng_before_batch} if is_open else validation.before
+        now = {
+            "metrics": None if validation.before else metrics.capture(self._trainer),
+            "gradients": self.gradients.capture(is_open=is_open),
+        }
+        stage = stages.note(
+            self._trainer, validates=validation.is_running, has_validated=validation.has_ended
+        )
+        return {**position(self._trainer), **now, **(before or {}), "stage": stage}
 
     @contextlib.contextmanager
     def validating(self, is_so: bool) -> Iterator[None]:
         """Let positions of the block be those from before the validation under way."""
-        self._validation.is_saved = is_so
+        self._validation.is_forced = is_so
         try:
             yield
         finally:
-            self._validation.is_saved = False
+            self._validation.is_forced = False
 
     def restore_validation(self) -> None:
         """Let validation loaders go on with the epoch, so with the random draws, they were at."""
@@ -240,7 +202,40 @@ class Restorer:
         for loader, epoch in zip(_loaders(_validation(self._trainer.fit_loop)), due, strict=False):
             if isinstance(loader, DataLoader) and epoch is not None:
                 loader.set_epoch(epoch)
-        self._validation.begin_again()
+
+    def _before_validation(self) -> dict[str, Any]:
+        return {"rng": capture_rng_state(), "metrics": metrics.capture(self._trainer)}
+
+    def _run(self) -> None:
+        """Run the fit loop, from the moment of the save where one was loaded."""
+        loop, origin = self._trainer.fit_loop, self._origin
+        if origin is not None and origin.stage is not None:
+            self._restore_what_is_open(origin)
+            stages.begin(self._trainer, origin.stage, self._restore_rng)
+        # Asking for trainer.estimated_stepping_batches makes the loaders, and their iterators,
+        # before there is anything to restore.
+        is_early = loop._combined_loader is not None
+        self._is_run = True
+        try:
+            if is_early and (origin is not None or loop._combined_loader_states_to_load):
+                self._load_loaders()
+                iter(loop._data_fetcher)
+            self._run_loop()
+        finally:
+            self._is_run = False
+
+    def _restore_what_is_open(self, origin: Origin) -> None:
+        assert origin.stage is not None
+        if not self._blob or origin.world_size != self._trainer.world_size:
+            return
+        within = not origin.stage["between_epochs"]
+        metrics.restore(self._trainer, self._blob["metrics"], within_epoch=within)
+        self.gradients.restore(self._blob["gradients"])
+
+    def _restore_rng(self) -> None:
+        rng, self._rng_due = self._rng_due, None
+        if rng is not None:
+            restore_rng_state(rng)
 
     def _tell_of_other_ranks(self, origin: Origin) -> None:
         rank_zero_info(
@@ -250,9 +245,11 @@ class Restorer:
         )
 
     def _load_loaders(self) -> None:
-        blob, self._loaders_due = self._loaders_due, None
+        if not self._is_run:
+            return
+        blob, self._blob = self._blob, {}
         origin, self._origin = self._origin, None
-        if blob is None or origin is None:
+        if origin is None:
             self._load_lightnings()
             return
         loop = self._trainer.fit_loop
@@ -268,13 +265,15 @@ class Restorer:
         then = self._agree(lambda: self._states_of_all(blob, origin, loaders))
         own = blob.get("loaders") or [None] * len(loaders)
         for loader, state, of_all in zip(loaders, own, then.states, strict=True):
-            if (of_all or state) is not None:
+            # Of an epoch that is over, overfitting trains on the same batches from the first on.
+            if (of_all or state) is not None and not (
+                origin.epoch_done and self._trainer.overfit_batches
+            ):
                 _load(loader, of_all or state)
-        is_over = bool(blob.get("epoch_done", origin.epoch_done))
+        is_over = origin.epoch_done
         if any(then.states):
             is_over = regrid.recount(self._trainer, loaders, then)
         if is_over:
-            _begin_next_epoch(loop)
             self._end_passes(loaders)
 
     def _states_of_all(
@@ -299,23 +298,10 @@ class Restorer:
 
     def _on_after_fetch(self) -> None:
         self._after_fetch()
-        rng, self._rng_due = self._rng_due, None
-        if rng is not None:
-            restore_rng_state(rng)
+        self.gradients.on_batch_start()
+        self._restore_rng()
         # For a save in the middle of this batch, as on an exception: it will be done again.
         self._rng_before_batch = capture_rng_state()
-
-
-def _begin_next_epoch(fit_loop: Any) -> None:
-    """Let a Trainer with ``max_steps`` resume an ended epoch as one with ``max_epochs`` does.
-
-    Lightning takes every restart under ``max_steps`` for one in the middle of an epoch, and trains
-    one batch more in the epoch that was over; all later epochs are then shifted by one batch.
-    """
-    progress = fit_loop.epoch_progress.current
-    if progress.ready == progress.started == progress.processed:
-        # The setter of FitLoop itself would turn it on again.
-        _Loop.restarting.fset(fit_loop, False)
 
 
 def _load(loader: Any, state: Any) -> None:

@@ -1,0 +1,138 @@
+"""Where in the Trainer's loops a save was made, and how these go on from exactly there.
+
+Lightning's own restart leaves out what was yet to come of a moment: the validation and the epoch's
+end after a save at a batch's end, a whole epoch after one at an epoch's start, learning rates
+that follow a metric. So the moment is saved, and Lightning's counters are made to say one of two things::
+
+    between epochs     save at an epoch's start, or at its end: the next epoch begins anew
+    within an epoch    the batches that were trained on are complete
+      a step is open     the first thing is to fetch the next batch
+      a batch ended      the first thing is what follows a batch: the validation, if it is due, the
+                         learning rates, and then the next batch or the epoch's end
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from lightning.pytorch.loops.loop import _Loop
+
+_COUNTS = ("ready", "started", "processed", "completed")
+
+
+def note(trainer: Any, *, validates: bool, has_validated: bool) -> dict[str, Any] | None:
+    """The moment of a save; None where there are no loaders yet.
+
+    Args:
+        trainer: The Trainer.
+        validates: Whether a validation is under way.
+        has_validated: Whether it has come to its last hook.
+    """
+    fit, loop = trainer.fit_loop, trainer.fit_loop.epoch_loop
+    if fit._combined_loader is None:
+        return None
+    epoch, batch = fit.epoch_progress.current, loop.batch_progress.current
+    between = epoch.ready > epoch.started or epoch.processed == epoch.ready
+    is_open = batch.ready > batch.processed
+    is_last = not between and not is_open and batch.ready > 0 and _is_last(loop)
+    stepped = loop._batches_that_stepped
+    within = not between and not is_open and batch.ready > 0
+    # Between two batches: what follows a batch is over, unless its hooks are still running.
+    ended = within and (batch.completed < batch.processed or validates)
+    if within and not ended and is_last:
+        ended, has_validated = True, True
+        stepped -= not loop._should_accumulate()
+    return {
+        "between_epochs": between,
+        "is_last_batch": is_last,
+        "batch_ended": ended,
+        "validation_due": ended and not has_validated,
+        "batches_that_stepped": stepped,
+        # Of an epoch whose end is under way: learning rates that follow its metrics.
+        "plateau_due": between and epoch.completed < epoch.processed and _is_last(loop),
+    }
+
+
+def is_epoch_over(trainer: Any) -> bool:
+    """Whether no batch is left of the epoch."""
+    stage = note(trainer, validates=False, has_validated=False)
+    return stage is None or bool(stage["between_epochs"] or stage["is_last_batch"])
+
+
+def _is_last(loop: Any) -> bool:
+    return bool(loop._num_ready_batches_reached())
+
+
+def begin(trainer: Any, stage: Mapping[str, Any], go_on: Callable[[], None]) -> None:
+    """Make Lightning's loops, which were restored, go on from a moment; before they are run.
+
+    Args:
+        trainer: The Trainer.
+        stage: What ``note`` gave.
+        go_on: Called when the moment is reached.
+    """
+    fit, loop = trainer.fit_loop, trainer.fit_loop.epoch_loop
+    loop._batches_that_stepped = stage["batches_that_stepped"]
+    loop.val_loop._has_run = False
+    _settle(loop.batch_progress, is_open=False)
+    _settle(fit.epoch_progress, is_open=not stage["between_epochs"])
+    if stage["between_epochs"]:
+        # The setter of FitLoop itself would turn it on again under max_steps.
+        _Loop.restarting.fset(fit, False)
+        _once(fit, "on_advance_start", go_on)
+        if stage["plateau_due"]:
+            loop.update_lr_schedulers("epoch", update_plateau_schedulers=True)
+        return
+    loop.batch_progress.is_last_batch = stage["is_last_batch"]
+    _Loop.restarting.fset(fit, True)
+    _first_advance(trainer, stage, go_on)
+
+
+def _settle(progress: Any, *, is_open: bool) -> None:
+    """Count as begun what was done, and one more where one is open."""
+    for counts in (progress.total, progress.current):
+        done = counts.processed
+        counts.completed = done
+        counts.ready = counts.started = done + is_open
+
+
+def _once(loop: Any, name: str, first: Callable[[], None]) -> None:
+    """Do something before the next call of a loop's method."""
+
+    def method(*args: Any) -> None:
+        delattr(loop, name)
+        first()
+        getattr(loop, name)(*args)
+
+    setattr(loop, name, method)
+
+
+def _first_advance(trainer: Any, stage: Mapping[str, Any], go_on: Callable[[], None]) -> None:
+    fit, loop = trainer.fit_loop, trainer.fit_loop.epoch_loop
+    limit = loop.max_steps
+    if 0 <= limit <= loop.global_step:
+        # The end of the last step is yet to come: the loops would not be entered.
+        loop.max_steps = loop.global_step + 1
+
+    def advance(data_fetcher: Any) -> None:
+        del loop.advance
+        loop.max_steps = limit
+        # From here on Lightning has nothing to leave out.
+        fit._restarting = loop._restarting = loop.val_loop._restarting = False
+        if not stage["batch_ended"]:
+            loop.advance(data_fetcher)
+            return
+        go_on()
+        if not stage["validation_due"]:
+            _skip_one_validation(loop)
+
+    loop.advance = advance
+
+
+def _skip_one_validation(loop: Any) -> None:
+    """Let the batch that ended before the save not be validated after: that was done."""
+
+    def should_check_val(*_: Any) -> bool:
+        del loop._should_check_val_fx
+        return False
+
+    loop._should_check_val_fx = should_check_val
