@@ -4,15 +4,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, Trainer
+from lightning.pytorch import Callback
 from lightning.pytorch.utilities import CombinedLoader
 from torchmetrics import MeanMetric
 
 from air_lightning import DataLoader, UCVolumeDataset
-from integration.matrix import BATCHES, IN_AN_EPOCH, Case
+from integration.matrix import BATCHES, IN_AN_EPOCH, Case, Moment
 from integration.training import Data, Model, Sharded, WithoutLength
-
-EPOCH_END = ("on_train_epoch_end", BATCHES - 1)
 
 
 class Observed(Sharded):
@@ -26,7 +24,7 @@ class Observed(Sharded):
         loss = Model.training_step(self, batch, batch_idx)
         self.mean(loss)
         self.log("mean", self.mean, on_step=False, on_epoch=True)
-        self.log("both", loss, on_step=True, on_epoch=True)
+        self.log("both", loss, on_step=True, on_epoch=True, sync_dist=True)
         self.log("most", loss, on_step=False, on_epoch=True, reduce_fx="max")
         if batch_idx == 0:
             self.log("first", loss, on_step=False, on_epoch=True)
@@ -43,7 +41,7 @@ class Plateau(Observed):
             {"scheduler": kind(optimizer, factor=0.9, patience=0), "monitor": "both_epoch"},
             {
                 "scheduler": kind(optimizer, factor=0.95, patience=0),
-                "monitor": "loss",
+                "monitor": "both_step",
                 "interval": "step",
                 "frequency": 2,
             },
@@ -99,7 +97,7 @@ class Stateful(Sharded):
         self.own = checkpoint["own"]
 
 
-class Cosine(Sharded):
+class Planned(Sharded):
     """Plans its learning rates over the whole of the run."""
 
     def configure_optimizers(self) -> Any:
@@ -144,160 +142,108 @@ class Both(Sharded):
 
 
 def averages() -> Sequence[Callback]:
+    # Not at the top: Lightning before 2.6 has none.
     from lightning.pytorch.callbacks import EMAWeightAveraging
 
     return [EMAWeightAveraging(decay=0.9)]
 
 
-def steps_are_asked_for(trainer: Trainer) -> None:
-    """As scripts do that build a model for so many steps."""
+class AsksEarly(Callback):
+    """Asks for the number of steps as early as it is known."""
 
-    class Early(Callback):
-        def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-            assert trainer.estimated_stepping_batches
-
-    trainer.callbacks.append(Early())
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        assert trainer.estimated_stepping_batches == 3 * BATCHES
 
 
-FEW = (IN_AN_EPOCH[1], IN_AN_EPOCH[3], IN_AN_EPOCH[4], *IN_AN_EPOCH[5:8])
-VALIDATED = (
-    ("on_train_batch_end", 1),
+END, START, BATCH = "on_train_epoch_end", "on_train_epoch_start", "on_train_batch_start"
+DONE = "on_train_batch_end"
+LAST = BATCHES - 1
+FEW: tuple[Moment, ...] = ((BATCH, 0), (DONE, 2), (BATCH, 3), (DONE, LAST), (END, LAST))
+# Of epochs that a limit, or the shortest of several loaders, ends after three batches.
+SHORT: tuple[Moment, ...] = ((DONE, 1), (DONE, 2), (END, 2), (START, 2), (BATCH, 3), (DONE, 3))
+BETWEEN_STEPS: tuple[Moment, ...] = ((DONE, 0), (DONE, 1), *FEW)
+WITHIN: tuple[Moment, ...] = (
+    (DONE, 1),
     ("on_validation_start", 1),
     ("on_validation_batch_start", 1),
     ("on_validation_batch_end", 1),
     ("on_validation_end", 1),
-    ("on_train_batch_start", 2),
-    ("on_train_batch_end", BATCHES - 1),
-    ("on_validation_batch_end", BATCHES - 1),
-    ("on_validation_end", BATCHES - 1),
-    EPOCH_END,
-    ("on_train_epoch_start", BATCHES - 1),
-    ("on_train_batch_end", 3 * BATCHES - 1),
+    (BATCH, 2),
+)
+VALIDATED: tuple[Moment, ...] = (
+    (DONE, LAST),
+    ("on_validation_batch_end", LAST),
+    ("on_validation_end", LAST),
+    (END, LAST),
+    (START, LAST),
+    (DONE, 3 * BATCHES - 1),
     ("on_validation_batch_end", 3 * BATCHES - 1),
 )
-HALVES = VALIDATED[:6]
-WHOLES = VALIDATED[6:]
-ALL = tuple(("on_train_batch_end", n) for n in range(3)) + FEW
-CASES = [
-    Case("max_epochs"),
-    Case(
-        "max_steps", {"max_steps": 13, "max_epochs": -1}, (*IN_AN_EPOCH, ("on_train_batch_end", 12))
-    ),
-    Case("no_length", has_length=False),
-    Case("no_length_max_steps", {"max_steps": 15, "max_epochs": -1}, has_length=False),
-    Case("observed", model=Observed),
-    Case("plateau", model=Plateau),
-    Case("val_epoch", {}, WHOLES, validate=True),
-    Case("val_half", {"val_check_interval": 2}, HALVES, validate=True),
-    Case("val_half_no_length", {"val_check_interval": 2}, HALVES, validate=True, has_length=False),
-    Case("val_epoch_no_length", {}, WHOLES, validate=True, has_length=False),
-    Case(
-        "val_steps",
-        {"val_check_interval": 4, "check_val_every_n_epoch": None},
-        (
-            ("on_validation_end", 3),
-            ("on_train_batch_end", 3),
-            ("on_validation_batch_end", 7),
-            ("on_train_batch_end", 7),
+BY_STEPS: tuple[Moment, ...] = (
+    (DONE, 3),
+    ("on_validation_end", 3),
+    (DONE, 7),
+    ("on_validation_batch_end", 7),
+)
+
+HALVES = {"val_check_interval": 2}
+TWOS = {"accumulate_grad_batches": 2}
+STEPS = {"max_steps": 13, "max_epochs": -1}
+
+CASES = {
+    case.name: case
+    for case in (
+        Case("epochs"),
+        Case("steps", STEPS, (*IN_AN_EPOCH, (DONE, 12))),
+        Case("no length", has_length=False),
+        Case("no length, steps", STEPS, (*FEW, (DONE, 12)), has_length=False),
+        Case("metrics", model=Observed),
+        Case("plateau", model=Plateau),
+        Case("validation", {}, VALIDATED, validate=True),
+        Case("validation, no length", {}, VALIDATED, validate=True, has_length=False),
+        Case("validation within", HALVES, WITHIN, validate=True, model=Observed),
+        Case("validation within, no length", HALVES, WITHIN, validate=True, has_length=False),
+        Case(
+            "validation by steps",
+            {"val_check_interval": 4, "check_val_every_n_epoch": None},
+            BY_STEPS,
+            validate=True,
         ),
-        validate=True,
-    ),
-    Case(
-        "val_2nd_epoch",
-        {"check_val_every_n_epoch": 2},
-        (EPOCH_END, ("on_train_batch_end", 4), ("on_train_batch_end", 9), ("on_validation_end", 9)),
-        validate=True,
-    ),
-    Case("accumulate", {"accumulate_grad_batches": 2}, ALL),
-    Case("accumulate_no_length", {"accumulate_grad_batches": 2}, ALL, has_length=False),
-    Case(
-        "accumulate_validate",
-        {"accumulate_grad_batches": 3, "val_check_interval": 2},
-        HALVES,
-        validate=True,
-    ),
-    Case("manual", model=Manual),
-    Case("stateful", model=Stateful),
-    Case("cosine", model=Cosine),
-    Case("cosine_max_steps", {"max_steps": 13, "max_epochs": -1}, model=Cosine),
-    Case("cosine_steps", {"max_steps": 13}, model=Cosine),
-    Case("asked_early", before_fit=steps_are_asked_for),
-    Case("bf16", {"precision": "bf16-mixed"}, FEW),
-    Case("fp16", {"precision": "16-mixed"}, FEW),
-    Case("ema", {}, WHOLES, callbacks=averages, validate=True),
-    Case("reload", {"reload_dataloaders_every_n_epochs": 1}),
-    Case("reload2", {"reload_dataloaders_every_n_epochs": 2}),
-    Case(
-        "limit",
-        {"limit_train_batches": 3},
-        tuple(
-            (h, {4: 2, 5: 3, 9: 5}.get(n, n))
-            for h, n in IN_AN_EPOCH
-            if (h, n) not in (("on_train_batch_end", 2), ("on_train_batch_start", 3))
+        Case(
+            "validation of every other epoch",
+            {"check_val_every_n_epoch": 2},
+            ((DONE, LAST), (END, LAST), (DONE, 2 * BATCHES - 1)),
+            validate=True,
         ),
-    ),
-    Case(
-        "limit_float",
-        {"limit_train_batches": 0.6},
-        (
-            ("on_train_batch_end", 1),
-            ("on_train_batch_end", 2),
-            ("on_train_epoch_end", 2),
-            ("on_train_batch_start", 3),
+        Case("accumulated", TWOS, BETWEEN_STEPS),
+        Case("accumulated, no length", TWOS, BETWEEN_STEPS, has_length=False),
+        Case(
+            "accumulated, validation within",
+            {"accumulate_grad_batches": 3, **HALVES},
+            WITHIN,
+            validate=True,
         ),
-    ),
-    Case(
-        "limit_no_length",
-        {"limit_train_batches": 3},
-        (
-            ("on_train_batch_end", 1),
-            ("on_train_batch_end", 2),
-            ("on_train_epoch_end", 2),
-            ("on_train_batch_start", 3),
-        ),
-        has_length=False,
-    ),
-    Case(
-        "overfit",
-        {"overfit_batches": 3},
-        (
-            ("on_train_batch_end", 1),
-            ("on_train_batch_end", 2),
-            ("on_train_epoch_end", 2),
-            ("on_train_epoch_start", 2),
-            ("on_train_batch_start", 3),
-            ("on_train_batch_end", 3),
-        ),
-    ),
-    Case("pair_cycle", model=Both, data=Pair),
-    Case("pair_cycle_no_length", model=Both, data=Pair, has_length=False),
-    Case("pair_longest", model=Both, data=Longest),
-    Case("pair_longest_no_length", model=Both, data=Longest, has_length=False),
-    Case(
-        "pair_shortest",
-        {},
-        (
-            ("on_train_batch_start", 0),
-            ("on_train_batch_end", 0),
-            ("on_train_batch_end", 2),
-            ("on_train_epoch_end", 2),
-            ("on_train_batch_end", 3),
-        ),
-        model=Both,
-        data=Shortest,
-    ),
-    Case(
-        "pair_shortest_no_length",
-        {},
-        (
-            ("on_train_batch_start", 0),
-            ("on_train_batch_end", 0),
-            ("on_train_batch_end", 2),
-            ("on_train_epoch_end", 2),
-            ("on_train_batch_end", 3),
-        ),
-        model=Both,
-        data=Shortest,
-        has_length=False,
-    ),
-]
+        Case("accumulated, fp16", {**TWOS, "precision": "16-mixed"}, BETWEEN_STEPS),
+        Case("manual", model=Manual),
+        Case("own state", {}, FEW, model=Stateful),
+        Case("planned", model=Planned),
+        Case("planned, steps", STEPS, FEW, model=Planned),
+        Case("planned, both limits", {"max_steps": 13}, FEW, model=Planned),
+        Case("steps asked for at setup", {}, FEW, callbacks=lambda: [AsksEarly()]),
+        Case("bf16", {"precision": "bf16-mixed"}, FEW),
+        Case("fp16", {"precision": "16-mixed"}, FEW),
+        Case("averages", {}, VALIDATED, callbacks=averages, validate=True),
+        Case("reloaded", {"reload_dataloaders_every_n_epochs": 1}),
+        Case("reloaded every other epoch", {"reload_dataloaders_every_n_epochs": 2}),
+        Case("limit", {"limit_train_batches": 3}, SHORT),
+        Case("limit as a part", {"limit_train_batches": 0.6}, SHORT),
+        Case("limit, no length", {"limit_train_batches": 3}, SHORT, has_length=False),
+        Case("overfit", {"overfit_batches": 3}, SHORT),
+        Case("cycle", model=Both, data=Pair),
+        Case("cycle, no length", {}, FEW[:3], model=Both, data=Pair, has_length=False),
+        Case("longest", model=Both, data=Longest),
+        Case("longest, no length", model=Both, data=Longest, has_length=False),
+        Case("shortest", {}, SHORT, model=Both, data=Shortest),
+        Case("shortest, no length", {}, SHORT, model=Both, data=Shortest, has_length=False),
+    )
+}

@@ -8,6 +8,7 @@ in the same process, and what it records must be the rest of the reference's rec
 import hashlib
 import os
 import random
+import signal
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -57,7 +58,6 @@ class Case:
     validate: bool = False
     callbacks: Callable[[], Sequence[Callback]] = tuple
     has_length: bool = True
-    before_fit: Callable[[Trainer], None] = lambda _: None
 
 
 def digest(value: Any) -> str:
@@ -175,8 +175,10 @@ class Lines(Logger):
 class Saves(Callback):
     """Saves at moments, and notes how long the record was then."""
 
-    def __init__(self, directory: str, moments: Sequence[Moment], record: Record) -> None:
-        self.directory, self.record = directory, record
+    def __init__(
+        self, directory: str, moments: Sequence[Moment], record: Record, *, kill: bool = False
+    ) -> None:
+        self.directory, self.record, self.kill = directory, record, kill
         self.due = list(moments)
         self.lengths: dict[Moment, int] = {}
 
@@ -186,6 +188,9 @@ class Saves(Callback):
             self.due.remove(moment)
             self.lengths[moment] = len(self.record.lines)
             trainer.save_checkpoint(path_of(self.directory, moment))
+            if self.kill:
+                trainer.strategy.checkpoint_io.wait()
+                os.killpg(0, signal.SIGKILL)
 
     def on_train_epoch_start(self, trainer: Any, *_: Any) -> None:
         self.reach(trainer, "on_train_epoch_start")
@@ -218,14 +223,20 @@ def path_of(directory: str, moment: Moment) -> str:
 
 
 def train(
-    case: Case, run: Run, resume: str | None = None, moments: Sequence[Moment] = ()
+    case: Case,
+    run: Run,
+    resume: str | AirResume | None = None,
+    moments: Sequence[Moment] = (),
+    *,
+    kill: bool = False,
 ) -> tuple[Record, Saves]:
-    """One attempt, to its end; saves at moments."""
+    """One attempt, to its end; saves at moments, and ends the process group at the first."""
     torch.set_num_threads(1)
     seed_everything(7, workers=True, verbose=False)
     torch.manual_seed(8 if resume else 7)  # what a resume is not given, it does not have by chance
     record = Record()
-    saves = Saves(run.directory, moments, record)
+    saves = Saves(run.directory, moments, record, kill=kill)
+    chooses = resume if isinstance(resume, AirResume) else AirResume(f"{run.directory}/none")
     data = case.data(
         train=run.volume,
         val=run.volume if case.validate else None,
@@ -239,7 +250,7 @@ def train(
         devices=run.world_size,
         strategy=strategy_of(run),
         plugins=[AirCheckpointIO()],
-        callbacks=[AirResume(f"{run.directory}/none"), *case.callbacks(), record, saves],
+        callbacks=[chooses, *case.callbacks(), record, saves],
         logger=[Lines(record)],
         log_every_n_steps=1,
         enable_checkpointing=False,
@@ -247,8 +258,8 @@ def train(
         enable_model_summary=False,
         **{"max_epochs": 3, "num_sanity_val_steps": 0, **case.trainer},
     )
-    case.before_fit(trainer)
-    trainer.fit(case.model(), datamodule=data, ckpt_path=resume)
+    path = resume if isinstance(resume, str) else None
+    trainer.fit(case.model(), datamodule=data, ckpt_path=path)
     return record, saves
 
 
@@ -266,11 +277,11 @@ def compare(case: Case, run: Run) -> list[str]:
             if run.world_size > 1:
                 raise RuntimeError("\n".join(faults)) from error
             continue
-        faults += [f"{where}: {fault}" for fault in _differences(got.lines, whole.lines[length:])]
+        faults += [f"{where}: {fault}" for fault in differences(got.lines, whole.lines[length:])]
     return faults
 
 
-def _differences(got: list[Any], wanted: list[Any]) -> list[str]:
+def differences(got: list[Any], wanted: list[Any]) -> list[str]:
     # What loggers were told of the batch or epoch that was just over came after the save.
     got, wanted = (_without_first_logged(lines) for lines in (got, wanted))
     for index, (left, right) in enumerate(zip(got, wanted, strict=False)):

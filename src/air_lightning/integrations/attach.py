@@ -25,7 +25,8 @@ from air_lightning.data.stream import set_share
 from air_lightning.errors import InvalidArgumentError
 from air_lightning.integrations.binding import Binding
 from air_lightning.integrations.checkpoint_io import AirCheckpointIO
-from air_lightning.integrations.position import enter_next_epoch, start_next_pass
+from air_lightning.integrations.loaders import start_next_pass
+from air_lightning.integrations.stages import enter_next_epoch
 from air_lightning.integrations.strategies import data_share
 
 _BINDING = "_air_lightning_binding"
@@ -70,6 +71,9 @@ class AirAttach(Callback):
         """
         if self is next(c for c in _callbacks(trainer) if isinstance(c, AirAttach)):
             start_next_pass(trainer)
+        binding = bound(trainer)
+        if binding is not None:
+            binding.begin_pass()
 
     @override
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -127,6 +127,10 @@ class Binding:
         """Put the validation loaders where they were, once they are there."""
         self._restorer.restore_validation()
 
+    def begin_pass(self) -> None:
+        """Note that a pass over the train loaders begins."""
+        self._restorer.ends.forget()
+
     def note_backward(self) -> None:
         """Note that the open batch has gradients."""
         self._restorer.gradients.on_backward()

@@ -22,27 +22,41 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from air_lightning.checkpoint.rng import capture_rng_state, restore_rng_state
 from air_lightning.data.loader import DataLoader
-from air_lightning.errors import NotCheckpointableError, StateError
+from air_lightning.errors import StateError
 from air_lightning.integrations import metrics, regrid, stages
 from air_lightning.integrations.gradients import Gradients
+from air_lightning.integrations.loaders import (
+    batches_ahead,
+    end_passes,
+    load,
+    loaders_of,
+    open_batches,
+    state_of,
+    validation_loop,
+)
+from air_lightning.integrations.several import Ends, ended, left_out, restore_ended
 from air_lightning.integrations.validation import Validation
 
 BLOB_VERSION = 1
 
 
-def position(trainer: Any) -> dict[str, Any]:
+def position(trainer: Any, ends: Ends) -> dict[str, Any]:
     """The blob of this rank, as of the last batch that was trained on."""
     loop = trainer.fit_loop
-    ahead = _batches_ahead(loop)
     # The learning-rate finder saves before there are loaders, and goes on from there.
-    loaders = None if loop._combined_loader is None else [_state(x, ahead) for x in _loaders(loop)]
+    loaders = None
+    if loop._combined_loader is not None:
+        ago = ends.batches_ago(loop, batches_ahead(loop))
+        loaders = [state_of(loader, n) for loader, n in zip(loaders_of(loop), ago, strict=True)]
+    is_over = loop._combined_loader is not None and stages.is_epoch_over(trainer)
     return {
         "version": BLOB_VERSION,
         "rank": trainer.global_rank,
         "world_size": trainer.world_size,
-        "epoch_done": loop._combined_loader is not None and stages.is_epoch_over(trainer),
+        "epoch_done": is_over,
         "loaders": loaders,
-        "validation_epochs": [getattr(x, "epoch", None) for x in _loaders(_validation(loop))],
+        "ended": [] if is_over else ended(loop, loaders or []),
+        "validation_epochs": [getattr(x, "epoch", None) for x in loaders_of(validation_loop(loop))],
         "rng": capture_rng_state(),
     }
 
@@ -75,38 +89,6 @@ class Origin(NamedTuple):
         )
 
 
-def start_next_pass(trainer: Any) -> None:
-    """Move every train loader that was left in the middle of a pass to its next epoch.
-
-    ``limit_train_batches`` ends an epoch early. Without this, the next pass would begin the same
-    epoch again, and the files past the limit would never be seen.
-    """
-    loop = trainer.fit_loop
-    for loader in _loaders(loop):
-        state = _state(loader, _batches_ahead(loop))
-        if not isinstance(loader, DataLoader) or state is None:
-            continue
-        if trainer.overfit_batches > 0:
-            loader.set_epoch(0)  # the same batches again and again are what was asked for
-        elif _is_begun(state):
-            loader.set_epoch(loader.epoch + 1)
-        elif trainer.reload_dataloaders_every_n_epochs and loader.epoch < trainer.current_epoch:
-            loader.set_epoch(trainer.current_epoch)  # a new loader begins at epoch 0
-
-
-def enter_next_epoch(trainer: Any) -> None:
-    """Let a run that resumed at an epoch's last step count the next epoch as begun.
-
-    Lightning moves its count of ended epochs on, and still takes the restart for one in the middle
-    of an epoch: it never counts the next one as begun. A checkpoint of a later epoch's end then
-    looks like one in the middle, and the resume from it trains that whole epoch again.
-    """
-    loop = trainer.fit_loop
-    progress = loop.epoch_progress.current
-    if loop.restarted_mid_epoch and progress.processed >= progress.ready:
-        loop.reset_restart_stage()
-
-
 class Restorer:
     """Gives each rank its own loader states and generators back, at the moments that are right."""
 
@@ -127,9 +109,12 @@ class Restorer:
         self._validation_due: list[int | None] = []
         self._rng_before_batch: Mapping[str, Any] | None = None
         self._is_run = False
+        self._stage: dict[str, Any] = {}  # of the save that was loaded
         self.gradients = Gradients(trainer)
+        self.ends = Ends()
+        self._left_out = contextlib.ExitStack()
         loop = trainer.fit_loop
-        self._validation = Validation(_validation(loop), self._before_validation)
+        self._validation = Validation(validation_loop(loop), self._before_validation)
         self._run_loop = loop.run
         self._load_lightnings = loop._load_combined_loader_states
         self._after_fetch = loop.epoch_loop._on_after_fetch
@@ -176,7 +161,7 @@ class Restorer:
     def position(self) -> dict[str, Any]:
         """The blob of this rank; the batch being trained on, if one is, counts as not begun."""
         validation = self._validation
-        is_open = _open_batches(self._trainer.fit_loop) > 0
+        is_open = open_batches(self._trainer.fit_loop) > 0
         before = {"rng": self._rng_before_batch} if is_open else validation.before
         now = {
             "metrics": None if validation.before else metrics.capture(self._trainer),
@@ -185,7 +170,7 @@ class Restorer:
         stage = stages.note(
             self._trainer, validates=validation.is_running, has_validated=validation.has_ended
         )
-        return {**position(self._trainer), **now, **(before or {}), "stage": stage}
+        return {**position(self._trainer, self.ends), **now, **(before or {}), "stage": stage}
 
     @contextlib.contextmanager
     def validating(self, is_so: bool) -> Iterator[None]:
@@ -199,7 +184,9 @@ class Restorer:
     def restore_validation(self) -> None:
         """Let validation loaders go on with the epoch, so with the random draws, they were at."""
         due, self._validation_due = self._validation_due, []
-        for loader, epoch in zip(_loaders(_validation(self._trainer.fit_loop)), due, strict=False):
+        for loader, epoch in zip(
+            loaders_of(validation_loop(self._trainer.fit_loop)), due, strict=False
+        ):
             if isinstance(loader, DataLoader) and epoch is not None:
                 loader.set_epoch(epoch)
 
@@ -210,25 +197,29 @@ class Restorer:
         """Run the fit loop, from the moment of the save where one was loaded."""
         loop, origin = self._trainer.fit_loop, self._origin
         if origin is not None and origin.stage is not None:
-            self._restore_what_is_open(origin)
-            stages.begin(self._trainer, origin.stage, self._restore_rng)
+            self._restore_what_is_open(origin.stage, origin.world_size)
+            self._stage = dict(origin.stage)
+            stages.begin(self._trainer, self._stage, self._restore_rng)
         # Asking for trainer.estimated_stepping_batches makes the loaders, and their iterators,
         # before there is anything to restore.
         is_early = loop._combined_loader is not None
+        has_ended = self._blob.get("ended") or []
         self._is_run = True
         try:
-            if is_early and (origin is not None or loop._combined_loader_states_to_load):
-                self._load_loaders()
-                iter(loop._data_fetcher)
+            with self._left_out:
+                if is_early and (origin is not None or loop._combined_loader_states_to_load):
+                    self._load_loaders()
+                    iter(loop._data_fetcher)
+                loop.setup_data()
+            restore_ended(loop._combined_loader, has_ended)
             self._run_loop()
         finally:
             self._is_run = False
 
-    def _restore_what_is_open(self, origin: Origin) -> None:
-        assert origin.stage is not None
-        if not self._blob or origin.world_size != self._trainer.world_size:
+    def _restore_what_is_open(self, stage: Mapping[str, Any], world_size: int) -> None:
+        if not self._blob or world_size != self._trainer.world_size:
             return
-        within = not origin.stage["between_epochs"]
+        within = not stage["between_epochs"]
         metrics.restore(self._trainer, self._blob["metrics"], within_epoch=within)
         self.gradients.restore(self._blob["gradients"])
 
@@ -253,7 +244,7 @@ class Restorer:
             self._load_lightnings()
             return
         loop = self._trainer.fit_loop
-        loaders = list(_loaders(loop))
+        loaders = list(loaders_of(loop))
         for loader in loaders:
             if isinstance(loader, DataLoader):
                 loader.elastic = loader.elastic or self.elastic
@@ -263,18 +254,16 @@ class Restorer:
                 f"this run has {len(loaders)}; give the same loaders in the same order."
             )
         then = self._agree(lambda: self._states_of_all(blob, origin, loaders))
-        own = blob.get("loaders") or [None] * len(loaders)
-        for loader, state, of_all in zip(loaders, own, then.states, strict=True):
-            # Of an epoch that is over, overfitting trains on the same batches from the first on.
-            if (of_all or state) is not None and not (
-                origin.epoch_done and self._trainer.overfit_batches
-            ):
-                _load(loader, of_all or state)
         is_over = origin.epoch_done
+        # Overfitting trains on the same batches in each epoch, from the first on.
+        if not (is_over and self._trainer.overfit_batches):
+            _load_all(loaders, blob.get("loaders"), then.states)
         if any(then.states):
-            is_over = regrid.recount(self._trainer, loaders, then)
+            is_over = regrid.recount(self._trainer, loaders, then, self._stage)
+        else:
+            self._left_out.enter_context(left_out(loop._combined_loader, blob.get("ended") or []))
         if is_over:
-            self._end_passes(loaders)
+            end_passes(self._trainer)
 
     def _states_of_all(
         self, blob: Mapping[str, Any], origin: Origin, loaders: list[Any]
@@ -288,64 +277,17 @@ class Restorer:
         assert self._read_blobs is not None
         return regrid.read_states(self._read_blobs, loaders, own, origin.world_size, here)
 
-    def _end_passes(self, loaders: list[Any]) -> None:
-        """Leave no loader in a pass that the Trainer ended before it did (limit_train_batches)."""
-        for loader in loaders:
-            if isinstance(loader, DataLoader) and not self._trainer.overfit_batches:
-                state = _state(loader, 0)
-                if state is not None and _is_begun(state):
-                    loader.set_epoch(state["epoch"] + 1)
-
     def _on_after_fetch(self) -> None:
         self._after_fetch()
+        self.ends.note(self._trainer.fit_loop)
         self.gradients.on_batch_start()
         self._restore_rng()
         # For a save in the middle of this batch, as on an exception: it will be done again.
         self._rng_before_batch = capture_rng_state()
 
 
-def _load(loader: Any, state: Any) -> None:
-    if not hasattr(loader, "load_state_dict"):
-        raise StateError(
-            f"The checkpoint has the position of a train loader, and this run's "
-            f"{type(loader).__name__} takes none; use air_lightning.DataLoader, as when it was "
-            "saved."
-        )
-    loader.load_state_dict(state)
-
-
-def _is_begun(state: Mapping[str, Any]) -> bool:
-    """Whether a loader's state is within a pass, be it one that another grid began."""
-    return state["batches"] > 0 or bool(state.get("before"))
-
-
-def _loaders(loop: Any) -> Iterator[Any]:
-    combined = loop._combined_loader
-    return iter(()) if combined is None else iter(combined.flattened)
-
-
-def _validation(fit_loop: Any) -> Any:
-    return fit_loop.epoch_loop.val_loop
-
-
-def _batches_ahead(fit_loop: Any) -> int:
-    """Batches that the loader gave away and that were not trained on to their end."""
-    return len(getattr(fit_loop._data_fetcher, "batches", ())) + _open_batches(fit_loop)
-
-
-def _open_batches(fit_loop: Any) -> int:
-    progress = fit_loop.epoch_loop.batch_progress.current
-    return int(progress.ready - progress.processed)
-
-
-def _state(loader: Any, batches_ahead: int) -> dict[str, Any] | None:
-    if isinstance(loader, DataLoader):
-        try:
-            ours: dict[str, Any] = loader.state_dict(batches_ago=batches_ahead)
-            return ours
-        except NotCheckpointableError:
-            return None
-    if hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict"):
-        state: dict[str, Any] = loader.state_dict()
-        return state
-    return None
+def _load_all(loaders: list[Any], own: list[Any] | None, of_all: list[Any]) -> None:
+    """Give each loader the states of all ranks where it goes on on another grid, else its own."""
+    for loader, state, states in zip(loaders, own or [None] * len(loaders), of_all, strict=True):
+        if (states or state) is not None:
+            load(loader, states or state)

@@ -1,8 +1,9 @@
 """Where in the Trainer's loops a save was made, and how these go on from exactly there.
 
-Lightning's own restart leaves out what was yet to come of a moment: the validation and the epoch's
-end after a save at a batch's end, a whole epoch after one at an epoch's start, learning rates
-that follow a metric. So the moment is saved, and Lightning's counters are made to say one of two things::
+Lightning's own restart leaves out what was yet to come of a moment: the validation and the
+epoch's end after a save at a batch's end, a whole epoch after one at an epoch's start, learning
+rates that follow a metric. So the moment is saved, and Lightning's counters are made to say one of
+two things::
 
     between epochs     save at an epoch's start, or at its end: the next epoch begins anew
     within an epoch    the batches that were trained on are complete
@@ -122,7 +123,8 @@ def _first_advance(trainer: Any, stage: Mapping[str, Any], go_on: Callable[[], N
             loop.advance(data_fetcher)
             return
         go_on()
-        if not stage["validation_due"]:
+        # No batch was trained on here, where another grid's batches are fewer of this one's.
+        if not stage["validation_due"] or loop.batch_progress.current.ready == 0:
             _skip_one_validation(loop)
 
     loop.advance = advance
@@ -136,3 +138,16 @@ def _skip_one_validation(loop: Any) -> None:
         return False
 
     loop._should_check_val_fx = should_check_val
+
+
+def enter_next_epoch(trainer: Any) -> None:
+    """Let a run that resumed at an epoch's last step count the next epoch as begun.
+
+    Lightning moves its count of ended epochs on, and still takes the restart for one in the middle
+    of an epoch: it never counts the next one as begun. A checkpoint of a later epoch's end then
+    looks like one in the middle, and the resume from it trains that whole epoch again.
+    """
+    loop = trainer.fit_loop
+    progress = loop.epoch_progress.current
+    if loop.restarted_mid_epoch and progress.processed >= progress.ready:
+        loop.reset_restart_stage()
