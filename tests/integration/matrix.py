@@ -233,7 +233,8 @@ def train(
     """One attempt, to its end; saves at moments, and ends the process group at the first."""
     torch.set_num_threads(1)
     seed_everything(7, workers=True, verbose=False)
-    torch.manual_seed(8 if resume else 7)  # what a resume is not given, it does not have by chance
+    if any(name.endswith(".ckpt") for name in os.listdir(run.directory)):
+        torch.manual_seed(8)  # what a resume is not given, it must not have by chance
     record = Record()
     saves = Saves(run.directory, moments, record, kill=kill)
     chooses = resume if isinstance(resume, AirResume) else AirResume(f"{run.directory}/none")

@@ -195,26 +195,32 @@ class Restorer:
 
     def _run(self) -> None:
         """Run the fit loop, from the moment of the save where one was loaded."""
-        loop, origin = self._trainer.fit_loop, self._origin
-        if origin is not None and origin.stage is not None:
-            self._restore_what_is_open(origin.stage, origin.world_size)
-            self._stage = dict(origin.stage)
-            stages.begin(self._trainer, self._stage, self._restore_rng)
-        # Asking for trainer.estimated_stepping_batches makes the loaders, and their iterators,
-        # before there is anything to restore.
-        is_early = loop._combined_loader is not None
-        has_ended = self._blob.get("ended") or []
+        origin = self._origin
         self._is_run = True
         try:
-            with self._left_out:
-                if is_early and (origin is not None or loop._combined_loader_states_to_load):
-                    self._load_loaders()
-                    iter(loop._data_fetcher)
-                loop.setup_data()
-            restore_ended(loop._combined_loader, has_ended)
-            self._run_loop()
+            if origin is None or origin.stage is None:
+                self._set_up_and_run()
+                return
+            self._restore_what_is_open(origin.stage, origin.world_size)
+            self._stage = dict(origin.stage)
+            with stages.begun(self._trainer, self._stage, self._restore_rng):
+                self._set_up_and_run()
         finally:
             self._is_run = False
+
+    def _set_up_and_run(self) -> None:
+        loop = self._trainer.fit_loop
+        has_ended = self._blob.get("ended") or []
+        with self._left_out:
+            # Asking for trainer.estimated_stepping_batches makes the loaders, and their iterators,
+            # before there is anything to restore.
+            is_early = loop._combined_loader is not None
+            if is_early and (self._origin is not None or loop._combined_loader_states_to_load):
+                self._load_loaders()
+                iter(loop._data_fetcher)
+            loop.setup_data()
+        restore_ended(loop._combined_loader, has_ended)
+        self._run_loop()
 
     def _restore_what_is_open(self, stage: Mapping[str, Any], world_size: int) -> None:
         if not self._blob or world_size != self._trainer.world_size:

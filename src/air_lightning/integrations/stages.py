@@ -12,12 +12,11 @@ two things::
                          learning rates, and then the next batch or the epoch's end
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from lightning.pytorch.loops.loop import _Loop
-
-_COUNTS = ("ready", "started", "processed", "completed")
 
 
 def note(trainer: Any, *, validates: bool, has_validated: bool) -> dict[str, Any] | None:
@@ -32,8 +31,11 @@ def note(trainer: Any, *, validates: bool, has_validated: bool) -> dict[str, Any
     if fit._combined_loader is None:
         return None
     epoch, batch = fit.epoch_progress.current, loop.batch_progress.current
-    between = epoch.ready > epoch.started or epoch.processed == epoch.ready
     is_open = batch.ready > batch.processed
+    is_closed = epoch.ready == epoch.started == epoch.processed
+    # Ended by max_steps, or by should_stop: a run that is told to go on has the rest before it.
+    is_cut = is_closed and batch.ready > 0 and not is_open and not _is_last(loop)
+    between = epoch.ready > epoch.started or (is_closed and not is_cut)
     is_last = not between and not is_open and batch.ready > 0 and _is_last(loop)
     stepped = loop._batches_that_stepped
     within = not between and not is_open and batch.ready > 0
@@ -44,6 +46,7 @@ def note(trainer: Any, *, validates: bool, has_validated: bool) -> dict[str, Any
         stepped -= not loop._should_accumulate()
     return {
         "between_epochs": between,
+        "cut_short": is_cut,
         "is_last_batch": is_last,
         "batch_ended": ended,
         "validation_due": ended and not has_validated,
@@ -63,8 +66,9 @@ def _is_last(loop: Any) -> bool:
     return bool(loop._num_ready_batches_reached())
 
 
-def begin(trainer: Any, stage: Mapping[str, Any], go_on: Callable[[], None]) -> None:
-    """Make Lightning's loops, which were restored, go on from a moment; before they are run.
+@contextmanager
+def begun(trainer: Any, stage: Mapping[str, Any], go_on: Callable[[], None]) -> Iterator[None]:
+    """Make Lightning's loops, which were restored, go on from a moment; they are run in the block.
 
     Args:
         trainer: The Trainer.
@@ -75,17 +79,28 @@ def begin(trainer: Any, stage: Mapping[str, Any], go_on: Callable[[], None]) -> 
     loop._batches_that_stepped = stage["batches_that_stepped"]
     loop.val_loop._has_run = False
     _settle(loop.batch_progress, is_open=False)
+    if stage["cut_short"]:
+        for counts in (fit.epoch_progress.total, fit.epoch_progress.current):
+            counts.processed -= 1
     _settle(fit.epoch_progress, is_open=not stage["between_epochs"])
+    # The setter of FitLoop itself would turn it on again under max_steps.
+    _Loop.restarting.fset(fit, not stage["between_epochs"])
     if stage["between_epochs"]:
-        # The setter of FitLoop itself would turn it on again under max_steps.
-        _Loop.restarting.fset(fit, False)
-        _once(fit, "on_advance_start", go_on)
         if stage["plateau_due"]:
             loop.update_lr_schedulers("epoch", update_plateau_schedulers=True)
+        with _first_call(fit, "on_advance_start", _after(go_on)):
+            yield
         return
     loop.batch_progress.is_last_batch = stage["is_last_batch"]
-    _Loop.restarting.fset(fit, True)
-    _first_advance(trainer, stage, go_on)
+    limit = loop.max_steps
+    if 0 <= limit <= loop.global_step and not stage["cut_short"]:
+        # The end of the last step is yet to come: the loops would not be entered.
+        loop.max_steps = loop.global_step + 1
+    try:
+        with _first_call(loop, "advance", _advance(trainer, stage, limit, go_on)):
+            yield
+    finally:
+        loop.max_steps = limit
 
 
 def _settle(progress: Any, *, is_open: bool) -> None:
@@ -96,38 +111,48 @@ def _settle(progress: Any, *, is_open: bool) -> None:
         counts.ready = counts.started = done + is_open
 
 
-def _once(loop: Any, name: str, first: Callable[[], None]) -> None:
-    """Do something before the next call of a loop's method."""
+@contextmanager
+def _first_call(loop: Any, name: str, method: Callable[..., None]) -> Iterator[None]:
+    """Let the first call of a loop's method in the block be one of ours, which gets the method."""
 
-    def method(*args: Any) -> None:
+    def first(*args: Any) -> None:
         delattr(loop, name)
-        first()
-        getattr(loop, name)(*args)
+        method(getattr(loop, name), *args)
 
-    setattr(loop, name, method)
+    setattr(loop, name, first)
+    try:
+        yield
+    finally:
+        if vars(loop).get(name) is first:
+            delattr(loop, name)
 
 
-def _first_advance(trainer: Any, stage: Mapping[str, Any], go_on: Callable[[], None]) -> None:
+def _after(go_on: Callable[[], None]) -> Callable[..., None]:
+    def method(own: Callable[..., None], *args: Any) -> None:
+        go_on()
+        own(*args)
+
+    return method
+
+
+def _advance(
+    trainer: Any, stage: Mapping[str, Any], max_steps: int, go_on: Callable[[], None]
+) -> Callable[..., None]:
     fit, loop = trainer.fit_loop, trainer.fit_loop.epoch_loop
-    limit = loop.max_steps
-    if 0 <= limit <= loop.global_step:
-        # The end of the last step is yet to come: the loops would not be entered.
-        loop.max_steps = loop.global_step + 1
 
-    def advance(data_fetcher: Any) -> None:
-        del loop.advance
-        loop.max_steps = limit
+    def advance(own: Callable[..., None], data_fetcher: Any) -> None:
+        loop.max_steps = max_steps
         # From here on Lightning has nothing to leave out.
         fit._restarting = loop._restarting = loop.val_loop._restarting = False
         if not stage["batch_ended"]:
-            loop.advance(data_fetcher)
+            own(data_fetcher)
             return
         go_on()
         # No batch was trained on here, where another grid's batches are fewer of this one's.
         if not stage["validation_due"] or loop.batch_progress.current.ready == 0:
             _skip_one_validation(loop)
 
-    loop.advance = advance
+    return advance
 
 
 def _skip_one_validation(loop: Any) -> None:
