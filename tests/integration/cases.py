@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.utilities import CombinedLoader
-from torchmetrics import MeanMetric
+from torchmetrics import MeanMetric, MetricCollection
 
 from air_lightning import DataLoader, UCVolumeDataset
 from integration.matrix import BATCHES, IN_AN_EPOCH, Case, Moment
@@ -19,11 +19,14 @@ class Observed(Sharded):
     def __init__(self) -> None:
         super().__init__()
         self.mean = MeanMetric()
+        self.alike = MetricCollection({"one": MeanMetric(), "other": MeanMetric()})
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         loss = Model.training_step(self, batch, batch_idx)
         self.mean(loss)
         self.log("mean", self.mean, on_step=False, on_epoch=True)
+        self.alike.update(loss.detach() * 2)
+        self.log_dict(self.alike, on_step=False, on_epoch=True)
         self.log("both", loss, on_step=True, on_epoch=True, sync_dist=True)
         self.log("most", loss, on_step=False, on_epoch=True, reduce_fx="max")
         if batch_idx == 0:

@@ -115,7 +115,7 @@ def tear(path: str, number: int) -> None:
 
 @pytest.mark.parametrize("run", [("ddp", 1)], ids=["single"], indirect=True)
 def test_killed_twice_and_torn(run: Run, tmp_path: Path) -> None:
-    """Killed, resumed, killed, its newest checkpoint torn or not, each case ends the same."""
+    """Killed twice, its newest checkpoint torn or not, each case ends as if it had not been."""
     log = tmp_path / "output.txt"
     cases = list(CASES.values())
     assert run_ranks(note_whole, cases, run, log=log, timeout_s=280) == [0], log.read_text()[-4000:]
@@ -131,7 +131,7 @@ def test_killed_twice_and_torn(run: Run, tmp_path: Path) -> None:
 
 
 def train_more(run: Run) -> None:
-    """Run in a rank: to a step within an epoch, and from there to more steps than were asked for."""
+    """Run in a rank: to a step within an epoch, and then to more steps than were asked for."""
     moment = ("on_train_epoch_end", BATCHES + 2)
     case = Case("more", {"max_steps": BATCHES + 3})
     whole, _ = train(replace(case, trainer={"max_steps": 13}), run)

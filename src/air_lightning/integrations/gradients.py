@@ -21,17 +21,21 @@ class Gradients:
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
-        self._watched: dict[int, Any] = {}
+        self._watched: list[Any] = []
+        self._handles: list[Any] = []
         self._stepped: set[int] = set()
         self._stepped_before: set[int] = set()
         self._has_backward = False
 
     def watch(self) -> None:
-        """Note the steps of the optimizers that there are now."""
-        for optimizer in self._trainer.strategy.optimizers:
-            if id(optimizer) not in self._watched:
-                self._watched[id(optimizer)] = optimizer
-                optimizer.register_step_post_hook(self._on_step)
+        """Note the steps of the optimizers that there are now; others are none of this fit's."""
+        for handle in self._handles:
+            handle.remove()
+        # What is only like an optimizer, as Lightning takes it, tells nobody of its steps.
+        optimizers = self._trainer.strategy.optimizers
+        self._watched = [each for each in optimizers if hasattr(each, "register_step_post_hook")]
+        self._handles = [each.register_step_post_hook(self._on_step) for each in self._watched]
+        self._stepped, self._stepped_before = set(), set()
 
     def _on_step(self, optimizer: Any, *_: Any) -> None:
         self._stepped.add(id(optimizer))
@@ -66,7 +70,7 @@ class Gradients:
     def _pending(self, stepped: set[int]) -> Iterator[tuple[str, torch.Tensor]]:
         waiting = {
             id(parameter)
-            for optimizer in self._watched.values()
+            for optimizer in self._watched
             if id(optimizer) not in stepped
             for group in optimizer.param_groups
             for parameter in group["params"]

@@ -22,7 +22,7 @@ from lightning.pytorch.trainer.connectors.logger_connector.result import (
     _Sync,
 )
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from torchmetrics import Metric
+from torchmetrics import Metric, MetricCollection
 
 _TOLD = ("_callback_metrics", "_logged_metrics", "_progress_bar_metrics")
 _HOW = (
@@ -108,6 +108,9 @@ def _drop_what_differs(results: Any) -> None:
 
 def _metrics(trainer: Any) -> Iterator[tuple[str, Any]]:
     for name, module in trainer.lightning_module.named_modules():
+        if isinstance(module, MetricCollection):
+            # Only the first of those that are alike is updated; this gives the others its state.
+            module.values(copy_state=False)
         if isinstance(module, Metric):
             yield name, module
 
