@@ -16,6 +16,8 @@ from integration.training import Data, Model, Sharded, WithoutLength
 class Observed(Sharded):
     """Logs in all the ways that there are: by step and epoch, and a metric of its own."""
 
+    shows = False  # whether in the progress bar
+
     def __init__(self) -> None:
         super().__init__()
         self.mean = MeanMetric()
@@ -27,11 +29,17 @@ class Observed(Sharded):
         self.log("mean", self.mean, on_step=False, on_epoch=True)
         self.alike.update(loss.detach() * 2)
         self.log_dict(self.alike, on_step=False, on_epoch=True)
-        self.log("both", loss, on_step=True, on_epoch=True, sync_dist=True)
+        self.log("both", loss, self.shows, on_step=True, on_epoch=True, sync_dist=True)
         self.log("most", loss, on_step=False, on_epoch=True, reduce_fx="max")
         if batch_idx == 0:
             self.log("first", loss, on_step=False, on_epoch=True)
         return loss
+
+
+class Shown(Observed):
+    """Logs one of them in another way."""
+
+    shows = True
 
 
 class Plateau(Observed):

@@ -15,7 +15,7 @@ import pytest
 
 from air_lightning import AirResume
 from conftest import Volume
-from integration.cases import CASES
+from integration.cases import CASES, Shown
 from integration.matrix import BATCHES, Case, Moment, compare, differences, path_of, train
 from integration.training import Run
 from ranks import KILLED, run_ranks
@@ -148,3 +148,22 @@ def test_more_steps_than_before(run: Run, tmp_path: Path) -> None:
     """A run that ended within an epoch goes on with its rest when it is given more steps."""
     log = tmp_path / "output.txt"
     assert run_ranks(train_more, run, log=log) == [0], log.read_text()[-4000:]
+
+
+def log_in_another_way(run: Run) -> None:
+    """Run in a rank: resumed within an epoch, by a module that was changed meanwhile."""
+    case, moment = CASES["metrics"], ("on_train_batch_end", 2)
+    whole, _ = train(case, run, moments=[moment])
+    got, _ = train(replace(case, model=Shown), run, path_of(run.directory, moment))
+    (wanted, *_), (told, *_) = (
+        [line[-1] for line in record.lines if line[0] == "ended"] for record in (whole, got)
+    )
+    assert {name for name in wanted if wanted[name] != told[name]} == {"both", "both_epoch"}
+
+
+@pytest.mark.parametrize("run", [("ddp", 1)], ids=["single"], indirect=True)
+def test_logged_in_another_way(run: Run, tmp_path: Path) -> None:
+    """What a changed module logs in another way begins anew; the other means go on."""
+    log = tmp_path / "output.txt"
+    assert run_ranks(log_in_another_way, run, log=log) == [0], log.read_text()[-4000:]
+    assert "its mean begins anew" in log.read_text()
