@@ -85,7 +85,14 @@ def read_checkpoint(
     live = {clean(name): tensor for name, tensor in (sharding or state_dict or {}).items()}
     tensors = {place.key: _room(place, sizes[place.key], live, where) for place in places}
     planner = LoadPlanner(weights_only=weights_only)
-    load(tensors, reader, planner, process_group=process_group, no_dist=no_dist)
+    load(
+        tensors,
+        reader,
+        planner,
+        process_group=process_group,
+        no_dist=no_dist,
+        metadata=metadata,
+    )
     for place in places:
         put(checkpoint, place.path, _as_saved(tensors[place.key], place))
     for packed, paths in content["scalars"]:

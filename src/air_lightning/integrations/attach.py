@@ -26,6 +26,7 @@ from air_lightning.errors import InvalidArgumentError
 from air_lightning.integrations.binding import Binding
 from air_lightning.integrations.checkpoint_io import AirCheckpointIO
 from air_lightning.integrations.loaders import start_next_pass
+from air_lightning.integrations.other_name import refuse_callbacks
 from air_lightning.integrations.stages import enter_next_epoch
 from air_lightning.integrations.strategies import data_share
 
@@ -52,7 +53,7 @@ class AirAttach(Callback):
         binding = bound(trainer)
         if binding is not None:
             binding.note_alike()
-            binding.watch_steps()
+            binding.gradients.watch()
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -73,14 +74,14 @@ class AirAttach(Callback):
             start_next_pass(trainer)
         binding = bound(trainer)
         if binding is not None:
-            binding.begin_pass()
+            binding.ends.forget()
 
     @override
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Note that gradients are no longer those of whole batches alone."""
         binding = bound(trainer)
         if binding is not None:
-            binding.note_backward()
+            binding.gradients.on_backward()
 
     @override
     def on_train_batch_end(
@@ -125,11 +126,13 @@ def bind(trainer: Trainer) -> Binding | None:
     """Bind a Trainer's strategy to its AirCheckpointIO, once; None when it has another IO.
 
     Raises:
-        InvalidArgumentError: The strategy is one whose state this release cannot save.
+        InvalidArgumentError: The strategy is one whose state this release cannot save, or a
+            callback is another package's that saves.
     """
     strategy = trainer.strategy
     if not _uses_ours(strategy):
         return None
+    refuse_callbacks(_callbacks(trainer))
     binding = bound(trainer)
     if binding is None:
         binding = Binding(trainer)

@@ -4,8 +4,8 @@ Each call of the host takes these steps, on every rank::
 
     save_checkpoint             wait for the save in flight; agree on the path; take this rank's
                                 position; AirCheckpointIO stages, the rest is in the background
-    load_checkpoint             the checkpoint; this rank's blob -> Restorer
-                                sharded: rank 0 finds it, and each rank reads what it holds of it
+    load_checkpoint             rank 0 finds it; each rank reads it once it sees it, too;
+                                if sharded its own part; this rank's blob -> Restorer
     load_model_state_dict       the weights; a checkpoint of another model names the keys
     load_optimizer_state_dict   the moments; sharded strategies are never asked by Lightning, and
                                 get them with the weights
@@ -16,6 +16,7 @@ Each call of the host takes these steps, on every rank::
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any, TypeVar
 
 from lightning.pytorch import Trainer
@@ -33,6 +34,7 @@ from lightning.pytorch.trainer.states import TrainerStatus
 
 from air_lightning.checkpoint.dcp import UCVolumeReader
 from air_lightning.checkpoint.restore import read_rank_blobs
+from air_lightning.checkpoint.sight import when_seen
 from air_lightning.checkpoint.state import is_storable
 from air_lightning.checkpoint.together import together
 from air_lightning.errors import (
@@ -44,6 +46,7 @@ from air_lightning.errors import (
 from air_lightning.integrations.averaging import keep_places_in_saves
 from air_lightning.integrations.checkpoint_io import AirCheckpointIO
 from air_lightning.integrations.entrance import Entrance
+from air_lightning.integrations.located import Located, locate, whole
 from air_lightning.integrations.model_checkpoint import (
     Adopted,
     LoggerNotices,
@@ -58,6 +61,7 @@ logger = logging.getLogger("air_lightning")
 _T = TypeVar("_T")
 
 _INTERRUPTED_WAIT_S = 30.0  # for the other ranks to come to a save on an exception
+_UNSEEN_S = 60.0  # that a checkpoint which rank 0 sees may be out of another one's sight
 
 _SUPPORTED = (SingleDeviceStrategy, DDPStrategy, ModelParallelStrategy, FSDPStrategy)
 # Subclasses of those above that keep their state elsewhere.
@@ -96,10 +100,12 @@ class Binding:
         self._trainer: Any = trainer
         self._strategy = strategy
         self._restorer = Restorer(trainer, self._agree)
+        self.gradients, self.ends = self._restorer.gradients, self._restorer.ends
         self._load_lightnings = strategy.load_checkpoint
         self._is_restored = False
         self._prepared = False
         self._saved: tuple[int, str] | None = None
+        self._chosen: str | None = None
         self._entrance = Entrance(self.io.timeout_s)
         self.notices = LoggerNotices(self.io)
         self.io.at_teardown(self.notices.give_at_end)
@@ -126,18 +132,6 @@ class Binding:
     def restore_validation(self) -> None:
         """Put the validation loaders where they were, once they are there."""
         self._restorer.restore_validation()
-
-    def begin_pass(self) -> None:
-        """Note that a pass over the train loaders begins."""
-        self._restorer.ends.forget()
-
-    def note_backward(self) -> None:
-        """Note that the open batch has gradients."""
-        self._restorer.gradients.on_backward()
-
-    def watch_steps(self) -> None:
-        """Note from now on which optimizers step, once they are there."""
-        self._restorer.gradients.watch()
 
     def note_alike(self) -> None:
         """Note which parameters the strategy keeps equal on all ranks, before any is unfrozen."""
@@ -232,24 +226,46 @@ class Binding:
         self, checkpoint_path: Any, weights_only: bool | None = None
     ) -> dict[str, Any]:
         """Every rank's part of a load."""
+        is_fit = self._trainer.state.fn == "fit"
+        self.io.wait()
+        located = self._agree(lambda: self._locate(checkpoint_path, is_fit))
         if self._state.restores_all:
             told = self.weights_only if weights_only is None else weights_only
-            checkpoint, blob = self._load_shards(checkpoint_path, told)
+            checkpoint, blob = self._load_shards(located, told)
         else:
-            checkpoint, blob = self.io.load_on_this_rank(checkpoint_path, weights_only=weights_only)
-        if self._trainer.state.fn == "fit":
+            checkpoint, blob = self._on_all(
+                located, lambda: self.io.load(located, weights_only=weights_only)
+            )
+        if is_fit:
 
             def read_blobs(ranks: Iterable[int]) -> list[Any]:
-                return self._read_blobs(checkpoint_path, ranks, weights_only)
+                return self._read_blobs(located.target, ranks, weights_only)
 
             self._restorer.arm(blob, self._strategy.broadcast(Origin.of(blob)), read_blobs)
         return checkpoint
 
+    def take(self, chosen: str) -> None:
+        """Note what was found whole a moment ago: it need not be looked for again."""
+        self._chosen = chosen
+
+    def _locate(self, path: Any, is_fit: bool) -> Located:
+        chosen, self._chosen = self._chosen, None
+        if path == chosen:
+            return whole(path)
+        return locate(path, self.io.storage_options, resumable=is_fit)
+
+    def _on_all(self, located: Located, read: Callable[[], _T]) -> _T:
+        """Read on every rank: one that fails alone would leave the others in a collective."""
+        step = read
+        if located.is_whole and not self._trainer.is_global_zero:
+            bound_s = min(_UNSEEN_S, self.io.timeout_s / 2)  # others wait for it in a collective
+            step = partial(when_seen, read, located.target, self.io.storage_options, bound_s)
+        return together(step, f"Loading {located.target}", self.io.group)
+
     def _read_blobs(
-        self, checkpoint_path: Any, ranks: Iterable[int], weights_only: bool | None
+        self, target: str, ranks: Iterable[int], weights_only: bool | None
     ) -> list[Any]:
         told = self.weights_only if weights_only is None else weights_only
-        target, _ = self.io.locate(checkpoint_path)
         # Many small reads from as many files: what they cost is the wait for each.
         reader = UCVolumeReader(
             target, verify=self.io.verify, storage_options=self.io.storage_options, thread_count=16
@@ -257,27 +273,19 @@ class Binding:
         return read_rank_blobs(reader, ranks, weights_only=told)
 
     def _load_shards(
-        self, checkpoint_path: Any, weights_only: bool | None
+        self, located: Located, weights_only: bool | None
     ) -> tuple[dict[str, Any], dict[str, Any] | None]:
-        self.io.wait()
-        target, is_lightnings = self._agree(lambda: self.io.locate(checkpoint_path))
-        self._is_restored = is_lightnings
-        if is_lightnings:
-            path = volume_path.local_dir(target) or target
+        self._is_restored = located.is_lightnings or located.is_file
+        if self._is_restored:
+            path = volume_path.local_dir(located.target) or located.target
             # Lightning before 2.6 does not know the argument.
             options = {} if weights_only is None else {"weights_only": weights_only}
             return self._load_lightnings(path, **options), None
         sharding = self._state.sharding()
-        # Ranks read different shards: one that fails alone would leave the others in a collective.
-        return together(
-            lambda: self.io.read(
-                target,
-                weights_only,
-                sharding=sharding,
-                moments=self._trainer.state.fn == "fit",
-            ),
-            f"Loading {target}",
-            self.io.group,
+        moments = self._trainer.state.fn == "fit"
+        return self._on_all(
+            located,
+            lambda: self.io.read(located.target, weights_only, sharding=sharding, moments=moments),
         )
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:

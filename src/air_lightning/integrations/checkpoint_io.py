@@ -35,11 +35,9 @@ from air_lightning.checkpoint.order import both
 from air_lightning.checkpoint.room import Detour
 from air_lightning.checkpoint.saver import AsyncSaver
 from air_lightning.checkpoint.state import read_checkpoint, to_entries
-from air_lightning.errors import InvalidArgumentError
+from air_lightning.errors import CheckpointMismatchError, InvalidArgumentError
+from air_lightning.integrations.located import Located, PathLike, locate
 from air_lightning.volumes import path as volume_path
-from air_lightning.volumes.storage import open_storage
-
-PathLike = str | os.PathLike[str]
 
 
 class AirCheckpointIO(CheckpointIO):
@@ -237,25 +235,33 @@ class AirCheckpointIO(CheckpointIO):
 
         Raises:
             CheckpointError: The directory is no complete checkpoint.
+            CheckpointMismatchError: One of Lightning's sharded strategies saved it.
             CorruptCheckpointError: A file is missing, short or altered.
             UnsafeCheckpointError: Reading it would run code (see ``weights_only``).
         """
-        return self.load_on_this_rank(path, weights_only=weights_only)[0]
+        self.wait()
+        located = locate(path, self.storage_options, resumable=False)
+        return self.load(located, weights_only)[0]
 
-    def load_on_this_rank(
-        self, path: PathLike, *, weights_only: bool | None = None
+    def load(
+        self, located: Located, weights_only: bool | None
     ) -> tuple[dict[str, Any], dict[str, Any] | None]:
-        """Load the Trainer's checkpoint dict and what this rank alone saved.
+        """Load the Trainer's checkpoint dict and what this rank alone saved, by this process alone.
 
         Returns:
             The checkpoint, tensors on the CPU, and this rank's blob; None for the latter where the
             checkpoint has none of this rank.
         """
-        self.wait()
-        target = self._resolve(path)
-        if self._is_file(target):
-            return self._load_file(target, weights_only), None
-        return self.read(target, weights_only)
+        if located.is_file:
+            return self._load_file(located.target, weights_only), None
+        if located.is_lightnings:
+            raise CheckpointMismatchError(
+                f"{located.target} was saved by Lightning itself under ModelParallelStrategy or "
+                "FSDPStrategy; this strategy does not read that. Resume once under the strategy "
+                "that saved it, with AirCheckpointIO: what that saves resumes under any. "
+                "`air-lightning export` gives its weights."
+            )
+        return self.read(located.target, weights_only)
 
     def read(
         self, target: str, weights_only: bool | None, **options: Any
@@ -277,16 +283,6 @@ class AirCheckpointIO(CheckpointIO):
             no_dist=True,
             **options,
         )
-
-    def locate(self, path: PathLike) -> tuple[str, bool]:
-        """Where the checkpoint of this path is now, and whether Lightning itself wrote it.
-
-        That is a single file, or a directory of one of its sharded strategies.
-        """
-        target = self._resolve(path)
-        local = volume_path.local_dir(target)
-        sharded = local is not None and os.path.isfile(os.path.join(local, "meta.pt"))
-        return target, sharded or self._is_file(target)
 
     @override
     def remove_checkpoint(self, path: PathLike) -> None:
@@ -376,22 +372,6 @@ class AirCheckpointIO(CheckpointIO):
     def at_teardown(self, action: Callable[[], None]) -> None:
         """Run something, instead of what was given before, once the last save has settled."""
         self._then = action
-
-    def _resolve(self, path: PathLike) -> str:
-        target = volume_path.normalize(path, allow_local=True)
-        return attempt.newest(target, self.storage_options)
-
-    def _is_file(self, target: str) -> bool:
-        local = volume_path.local_dir(target)
-        if local is not None:
-            return os.path.isfile(local)
-        parent = open_storage(
-            volume_path.parent(target), allow_local=True, storage_options=self.storage_options
-        )
-        return any(
-            not entry.is_dir and entry.name == volume_path.name(target)
-            for entry in parent.list_dir()
-        )
 
     def _load_file(self, target: str, weights_only: bool | None) -> dict[str, Any]:
         local = volume_path.local_dir(target)

@@ -24,6 +24,7 @@ from air_lightning.checkpoint.rng import capture_rng_state, restore_rng_state
 from air_lightning.data.loader import DataLoader
 from air_lightning.errors import StateError
 from air_lightning.integrations import metrics, regrid, stages
+from air_lightning.integrations.foreign import begin_without_position
 from air_lightning.integrations.gradients import Gradients
 from air_lightning.integrations.loaders import (
     batches_ahead,
@@ -104,6 +105,7 @@ class Restorer:
         self._agree = agree
         self._origin: Origin | None = None
         self._blob: Mapping[str, Any] = {}
+        self._is_foreign = False  # whether what was loaded is a checkpoint of Lightning's own
         self._read_blobs: regrid.ReadBlobs | None = None
         self._rng_due: Mapping[str, Any] | None = None
         self._validation_due: list[int | None] = []
@@ -143,6 +145,7 @@ class Restorer:
         Raises:
             StateError: The blob has a version that is not known here.
         """
+        self._is_foreign = origin is None
         if origin is None:
             return
         if origin.version != BLOB_VERSION:
@@ -215,7 +218,7 @@ class Restorer:
             # Asking for trainer.estimated_stepping_batches makes the loaders, and their iterators,
             # before there is anything to restore.
             is_early = loop._combined_loader is not None
-            if is_early and (self._origin is not None or loop._combined_loader_states_to_load):
+            if is_early and (self._origin is not None or self._is_foreign):
                 self._load_loaders()
                 iter(loop._data_fetcher)
             loop.setup_data()
@@ -246,11 +249,13 @@ class Restorer:
             return
         blob, self._blob = self._blob, {}
         origin, self._origin = self._origin, None
-        if origin is None:
-            self._load_lightnings()
-            return
         loop = self._trainer.fit_loop
         loaders = list(loaders_of(loop))
+        is_foreign, self._is_foreign = self._is_foreign, False
+        if origin is None:
+            if not (is_foreign and begin_without_position(loop, loaders)):
+                self._load_lightnings()
+            return
         for loader in loaders:
             if isinstance(loader, DataLoader):
                 loader.elastic = loader.elastic or self.elastic
