@@ -173,7 +173,9 @@ def test_an_ended_epoch_is_followed_by_the_next_on_another_grid(
     two = batches + batches // 2 if limit == "max_steps" else 2
     trained += attempt(replace(run, world_size=2, trainer=((limit, two),)))
     assert trained_on(trained) == {0: EACH_ONCE, 1: EACH_ONCE}
-    assert epochs(run)[1::2] == [["trained", 0, 22, 22], ["trained", 1, 33, 11]]
+    # What followed the last batch came after the save that was made at it, and is done again.
+    again = [] if save_at_epoch_end else [["trained", 0, 22, 11]]
+    assert epochs(run)[1::2] == [["trained", 0, 22, 22], *again, ["trained", 1, 33, 11]]
 
 
 def test_generators_go_on_where_they_were(run: Run) -> None:

@@ -25,8 +25,9 @@ from air_lightning.data.stream import set_share
 from air_lightning.errors import InvalidArgumentError
 from air_lightning.integrations.binding import Binding
 from air_lightning.integrations.checkpoint_io import AirCheckpointIO
+from air_lightning.integrations.loaders import start_next_pass
 from air_lightning.integrations.other_name import refuse_callbacks
-from air_lightning.integrations.position import enter_next_epoch, start_next_pass
+from air_lightning.integrations.stages import enter_next_epoch
 from air_lightning.integrations.strategies import data_share
 
 _BINDING = "_air_lightning_binding"
@@ -52,6 +53,7 @@ class AirAttach(Callback):
         binding = bound(trainer)
         if binding is not None:
             binding.note_alike()
+            binding.gradients.watch()
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -70,6 +72,16 @@ class AirAttach(Callback):
         """
         if self is next(c for c in _callbacks(trainer) if isinstance(c, AirAttach)):
             start_next_pass(trainer)
+        binding = bound(trainer)
+        if binding is not None:
+            binding.ends.forget()
+
+    @override
+    def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Note that gradients are no longer those of whole batches alone."""
+        binding = bound(trainer)
+        if binding is not None:
+            binding.gradients.on_backward()
 
     @override
     def on_train_batch_end(

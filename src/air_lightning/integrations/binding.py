@@ -42,6 +42,7 @@ from air_lightning.errors import (
     InvalidArgumentError,
     SaveFailedError,
 )
+from air_lightning.integrations.averaging import keep_places_in_saves
 from air_lightning.integrations.checkpoint_io import AirCheckpointIO
 from air_lightning.integrations.entrance import Entrance
 from air_lightning.integrations.located import Located, locate, whole
@@ -98,6 +99,7 @@ class Binding:
         self._trainer: Any = trainer
         self._strategy = strategy
         self._restorer = Restorer(trainer, self._agree)
+        self.gradients, self.ends = self._restorer.gradients, self._restorer.ends
         self._load_lightnings = strategy.load_checkpoint
         self._is_restored = False
         self._prepared = False
@@ -116,6 +118,7 @@ class Binding:
             for callback in trainer.checkpoint_callbacks
             if isinstance(callback, ModelCheckpoint)
         ]
+        keep_places_in_saves(trainer)
         strategy.save_checkpoint = self.save_checkpoint
         strategy.load_checkpoint = self.load_checkpoint
         strategy.load_model_state_dict = self.load_model_state_dict

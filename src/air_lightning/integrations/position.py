@@ -6,47 +6,59 @@ batch that was not trained on. Here every rank keeps its own, in one blob of the
 
     save     position(trainer)      loader states less what the fetcher holds ahead, and RNG
     restore  Restorer.arm(blob)
+               the loops' counters  before they are run (stages.py)
                loader states        where Lightning would load its own: before ``iter()``; on
                                     another grid from the states of all ranks (regrid.py)
-               RNG                  after the first batch was fetched, before anything uses it:
-                                    creating iterators draws from torch's generator
+               RNG                  when the moment of the save is reached; in a step, after its
+                                    batch was fetched: creating iterators draws from torch's
+                                    generator
 """
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from lightning.pytorch.loops.loop import _Loop
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from air_lightning.checkpoint.rng import capture_rng_state, restore_rng_state
 from air_lightning.data.loader import DataLoader
-from air_lightning.errors import NotCheckpointableError, StateError
-from air_lightning.integrations import regrid
+from air_lightning.errors import StateError
+from air_lightning.integrations import metrics, regrid, stages
 from air_lightning.integrations.foreign import begin_without_position
+from air_lightning.integrations.gradients import Gradients
+from air_lightning.integrations.loaders import (
+    batches_ahead,
+    end_passes,
+    load,
+    loaders_of,
+    open_batches,
+    state_of,
+    validation_loop,
+)
+from air_lightning.integrations.several import Ends, ended, left_out, restore_ended
+from air_lightning.integrations.validation import Validation
 
 BLOB_VERSION = 1
 
 
-def position(trainer: Any, rng: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """The blob of this rank, as of the last batch that was trained on.
-
-    Args:
-        trainer: The Trainer.
-        rng: The generators' states before the batch that is being trained on, if one is.
-    """
+def position(trainer: Any, ends: Ends) -> dict[str, Any]:
+    """The blob of this rank, as of the last batch that was trained on."""
     loop = trainer.fit_loop
-    ahead = _batches_ahead(loop)
     # The learning-rate finder saves before there are loaders, and goes on from there.
-    loaders = None if loop._combined_loader is None else [_state(x, ahead) for x in _loaders(loop)]
+    loaders = None
+    if loop._combined_loader is not None:
+        ago = ends.batches_ago(loop, batches_ahead(loop))
+        loaders = [state_of(loader, n) for loader, n in zip(loaders_of(loop), ago, strict=True)]
+    is_over = loop._combined_loader is not None and stages.is_epoch_over(trainer)
     return {
         "version": BLOB_VERSION,
         "rank": trainer.global_rank,
         "world_size": trainer.world_size,
-        "epoch_done": loop.epoch_loop._num_ready_batches_reached() and not _open_batches(loop),
+        "epoch_done": is_over,
         "loaders": loaders,
-        "validation_epochs": [getattr(x, "epoch", None) for x in _loaders(_validation(loop))],
-        "rng": rng or capture_rng_state(),
+        "ended": [] if is_over else ended(loop, loaders or []),
+        "validation_epochs": [getattr(x, "epoch", None) for x in loaders_of(validation_loop(loop))],
+        "rng": capture_rng_state(),
     }
 
 
@@ -57,6 +69,7 @@ class Origin(NamedTuple):
     world_size: int
     loaders: int | None  # number of train loaders; None where there were none yet
     has_positions: bool  # of loaders, which belong to that world size
+    stage: Mapping[str, Any] | None  # as stages.py has it
     epoch_done: bool
 
     @classmethod
@@ -72,87 +85,9 @@ class Origin(NamedTuple):
             world_size=blob.get("world_size", 0),
             loaders=count,
             has_positions=has_positions,
+            stage=blob.get("stage"),
             epoch_done=bool(blob.get("epoch_done")),
         )
-
-
-def start_next_pass(trainer: Any) -> None:
-    """Move every train loader that was left in the middle of a pass to its next epoch.
-
-    ``limit_train_batches`` ends an epoch early. Without this, the next pass would begin the same
-    epoch again, and the files past the limit would never be seen.
-    """
-    loop = trainer.fit_loop
-    for loader in _loaders(loop):
-        state = _state(loader, _batches_ahead(loop))
-        if not isinstance(loader, DataLoader) or state is None:
-            continue
-        if trainer.overfit_batches > 0:
-            loader.set_epoch(0)  # the same batches again and again are what was asked for
-        elif _is_begun(state):
-            loader.set_epoch(loader.epoch + 1)
-        elif trainer.reload_dataloaders_every_n_epochs and loader.epoch < trainer.current_epoch:
-            loader.set_epoch(trainer.current_epoch)  # a new loader begins at epoch 0
-
-
-def enter_next_epoch(trainer: Any) -> None:
-    """Let a run that resumed at an epoch's last step count the next epoch as begun.
-
-    Lightning moves its count of ended epochs on, and still takes the restart for one in the middle
-    of an epoch: it never counts the next one as begun. A checkpoint of a later epoch's end then
-    looks like one in the middle, and the resume from it trains that whole epoch again.
-    """
-    loop = trainer.fit_loop
-    progress = loop.epoch_progress.current
-    if loop.restarted_mid_epoch and progress.processed >= progress.ready:
-        loop.reset_restart_stage()
-
-
-class Validation:
-    """Runs a validation that was broken off again, from its beginning.
-
-    Lightning goes on after it where a checkpoint was taken within it.
-    """
-
-    def __init__(self, trainer: Any) -> None:
-        self._trainer = trainer
-        self._rng_due: Mapping[str, Any] | None = None
-        self._rng: Mapping[str, Any] | None = None
-        self.is_saved = False
-        loop = _validation(trainer.fit_loop)
-        self._run = loop.run
-        loop.run = self._run_noted
-
-    @property
-    def rng_before(self) -> Mapping[str, Any] | None:
-        """The generators' states before it, where that is what is saved."""
-        return (self._rng or self._rng_due) if self.is_saved else None
-
-    def arm(self, rng: Mapping[str, Any]) -> None:
-        """Keep the generators' states for the validation that will be run again."""
-        self._rng_due = rng
-
-    def begin_again(self) -> None:
-        """Have the epoch's loop run it first; once its stage of restarting is known."""
-        if self._rng_due is None:
-            return
-        loop = _validation(self._trainer.fit_loop)
-        loop.restarting = False
-        with contextlib.suppress(ImportError):  # older releases run it again by themselves
-            from lightning.pytorch.loops.evaluation_loop import RestartStage
-
-            loop._restart_stage = RestartStage.RESTARTED_MID_EVALUATION
-
-    def _run_noted(self) -> Any:
-        rng, self._rng_due = self._rng_due, None
-        if rng is not None:
-            restore_rng_state(rng)
-        if not self._trainer.sanity_checking:
-            self._rng = capture_rng_state()
-        try:
-            return self._run()
-        finally:
-            self._rng = None
 
 
 class Restorer:
@@ -169,19 +104,26 @@ class Restorer:
         self._trainer = trainer
         self._agree = agree
         self._origin: Origin | None = None
+        self._blob: Mapping[str, Any] = {}
         self._is_foreign = False  # whether what was loaded is a checkpoint of Lightning's own
-        self._loaders_due: Mapping[str, Any] | None = None
         self._read_blobs: regrid.ReadBlobs | None = None
         self._rng_due: Mapping[str, Any] | None = None
         self._validation_due: list[int | None] = []
         self._rng_before_batch: Mapping[str, Any] | None = None
-        self._validation = Validation(trainer)
+        self._is_run = False
+        self._stage: dict[str, Any] = {}  # of the save that was loaded
+        self.gradients = Gradients(trainer)
+        self.ends = Ends()
+        self._left_out = contextlib.ExitStack()
         loop = trainer.fit_loop
+        self._validation = Validation(validation_loop(loop), self._before_validation)
+        self._run_loop = loop.run
         self._load_lightnings = loop._load_combined_loader_states
         self._after_fetch = loop.epoch_loop._on_after_fetch
         # On these instances only: the loader states that Lightning would put into the checkpoint
         # are rank 0's, and a loader of a dataset that has no state would raise there.
         loop.on_save_checkpoint = dict
+        loop.run = self._run
         loop._load_combined_loader_states = self._load_loaders
         loop.epoch_loop._on_after_fetch = self._on_after_fetch
 
@@ -212,38 +154,88 @@ class Restorer:
                 f"version {BLOB_VERSION}. Load it with the release that wrote it."
             )
         self._origin, self._read_blobs = origin, read_blobs
-        self._loaders_due = blob or {}
-        self._rng_due = blob["rng"] if blob else None
+        self._blob = blob or {}
+        self._rng_due = self._blob.get("rng")
         if origin.world_size != self._trainer.world_size:
             self._tell_of_other_ranks(origin)
         elif blob:
             self._validation_due = blob["validation_epochs"]
-            if blob.get("in_validation"):
-                self._rng_due = None
-                self._validation.arm(blob["rng"])
 
     def position(self) -> dict[str, Any]:
         """The blob of this rank; the batch being trained on, if one is, counts as not begun."""
-        is_open = _open_batches(self._trainer.fit_loop) > 0
-        rng = self._rng_before_batch if is_open else self._validation.rng_before
-        return {**position(self._trainer, rng), "in_validation": self._validation.is_saved}
+        validation = self._validation
+        is_open = open_batches(self._trainer.fit_loop) > 0
+        before = {"rng": self._rng_before_batch} if is_open else validation.before
+        now = {
+            "metrics": None if validation.before else metrics.capture(self._trainer),
+            "gradients": self.gradients.capture(is_open=is_open),
+        }
+        stage = stages.note(
+            self._trainer, validates=validation.is_running, has_validated=validation.has_ended
+        )
+        return {**position(self._trainer, self.ends), **now, **(before or {}), "stage": stage}
 
     @contextlib.contextmanager
     def validating(self, is_so: bool) -> Iterator[None]:
         """Let positions of the block be those from before the validation under way."""
-        self._validation.is_saved = is_so
+        self._validation.is_forced = is_so
         try:
             yield
         finally:
-            self._validation.is_saved = False
+            self._validation.is_forced = False
 
     def restore_validation(self) -> None:
         """Let validation loaders go on with the epoch, so with the random draws, they were at."""
         due, self._validation_due = self._validation_due, []
-        for loader, epoch in zip(_loaders(_validation(self._trainer.fit_loop)), due, strict=False):
+        for loader, epoch in zip(
+            loaders_of(validation_loop(self._trainer.fit_loop)), due, strict=False
+        ):
             if isinstance(loader, DataLoader) and epoch is not None:
                 loader.set_epoch(epoch)
-        self._validation.begin_again()
+
+    def _before_validation(self) -> dict[str, Any]:
+        return {"rng": capture_rng_state(), "metrics": metrics.capture(self._trainer)}
+
+    def _run(self) -> None:
+        """Run the fit loop, from the moment of the save where one was loaded."""
+        origin = self._origin
+        self._is_run = True
+        try:
+            if origin is None or origin.stage is None:
+                self._set_up_and_run()
+                return
+            self._restore_what_is_open(origin.stage, origin.world_size)
+            self._stage = dict(origin.stage)
+            with stages.begun(self._trainer, self._stage, self._restore_rng):
+                self._set_up_and_run()
+        finally:
+            self._is_run = False
+
+    def _set_up_and_run(self) -> None:
+        loop = self._trainer.fit_loop
+        has_ended = self._blob.get("ended") or []
+        with self._left_out:
+            # Asking for trainer.estimated_stepping_batches makes the loaders, and their iterators,
+            # before there is anything to restore.
+            is_early = loop._combined_loader is not None
+            if is_early and (self._origin is not None or self._is_foreign):
+                self._load_loaders()
+                iter(loop._data_fetcher)
+            loop.setup_data()
+        restore_ended(loop._combined_loader, has_ended)
+        self._run_loop()
+
+    def _restore_what_is_open(self, stage: Mapping[str, Any], world_size: int) -> None:
+        if not self._blob or world_size != self._trainer.world_size:
+            return
+        within = not stage["between_epochs"]
+        metrics.restore(self._trainer, self._blob["metrics"], within_epoch=within)
+        self.gradients.restore(self._blob["gradients"])
+
+    def _restore_rng(self) -> None:
+        rng, self._rng_due = self._rng_due, None
+        if rng is not None:
+            restore_rng_state(rng)
 
     def _tell_of_other_ranks(self, origin: Origin) -> None:
         rank_zero_info(
@@ -253,12 +245,14 @@ class Restorer:
         )
 
     def _load_loaders(self) -> None:
-        blob, self._loaders_due = self._loaders_due, None
+        if not self._is_run:
+            return
+        blob, self._blob = self._blob, {}
         origin, self._origin = self._origin, None
         loop = self._trainer.fit_loop
-        loaders = list(_loaders(loop))
+        loaders = list(loaders_of(loop))
         is_foreign, self._is_foreign = self._is_foreign, False
-        if blob is None or origin is None:
+        if origin is None:
             if not (is_foreign and begin_without_position(loop, loaders)):
                 self._load_lightnings()
             return
@@ -271,16 +265,16 @@ class Restorer:
                 f"this run has {len(loaders)}; give the same loaders in the same order."
             )
         then = self._agree(lambda: self._states_of_all(blob, origin, loaders))
-        own = blob.get("loaders") or [None] * len(loaders)
-        for loader, state, of_all in zip(loaders, own, then.states, strict=True):
-            if (of_all or state) is not None:
-                _load(loader, of_all or state)
-        is_over = bool(blob.get("epoch_done", origin.epoch_done))
+        is_over = origin.epoch_done
+        # Overfitting trains on the same batches in each epoch, from the first on.
+        if not (is_over and self._trainer.overfit_batches):
+            _load_all(loaders, blob.get("loaders"), then.states)
         if any(then.states):
-            is_over = regrid.recount(self._trainer, loaders, then)
+            is_over = regrid.recount(self._trainer, loaders, then, self._stage)
+        else:
+            self._left_out.enter_context(left_out(loop._combined_loader, blob.get("ended") or []))
         if is_over:
-            _begin_next_epoch(loop)
-            self._end_passes(loaders)
+            end_passes(self._trainer)
 
     def _states_of_all(
         self, blob: Mapping[str, Any], origin: Origin, loaders: list[Any]
@@ -294,77 +288,17 @@ class Restorer:
         assert self._read_blobs is not None
         return regrid.read_states(self._read_blobs, loaders, own, origin.world_size, here)
 
-    def _end_passes(self, loaders: list[Any]) -> None:
-        """Leave no loader in a pass that the Trainer ended before it did (limit_train_batches)."""
-        for loader in loaders:
-            if isinstance(loader, DataLoader) and not self._trainer.overfit_batches:
-                state = _state(loader, 0)
-                if state is not None and _is_begun(state):
-                    loader.set_epoch(state["epoch"] + 1)
-
     def _on_after_fetch(self) -> None:
         self._after_fetch()
-        rng, self._rng_due = self._rng_due, None
-        if rng is not None:
-            restore_rng_state(rng)
+        self.ends.note(self._trainer.fit_loop)
+        self.gradients.on_batch_start()
+        self._restore_rng()
         # For a save in the middle of this batch, as on an exception: it will be done again.
         self._rng_before_batch = capture_rng_state()
 
 
-def _begin_next_epoch(fit_loop: Any) -> None:
-    """Let a Trainer with ``max_steps`` resume an ended epoch as one with ``max_epochs`` does.
-
-    Lightning takes every restart under ``max_steps`` for one in the middle of an epoch, and trains
-    one batch more in the epoch that was over; all later epochs are then shifted by one batch.
-    """
-    progress = fit_loop.epoch_progress.current
-    if progress.ready == progress.started == progress.processed:
-        # The setter of FitLoop itself would turn it on again.
-        _Loop.restarting.fset(fit_loop, False)
-
-
-def _load(loader: Any, state: Any) -> None:
-    if not hasattr(loader, "load_state_dict"):
-        raise StateError(
-            f"The checkpoint has the position of a train loader, and this run's "
-            f"{type(loader).__name__} takes none; use air_lightning.DataLoader, as when it was "
-            "saved."
-        )
-    loader.load_state_dict(state)
-
-
-def _is_begun(state: Mapping[str, Any]) -> bool:
-    """Whether a loader's state is within a pass, be it one that another grid began."""
-    return state["batches"] > 0 or bool(state.get("before"))
-
-
-def _loaders(loop: Any) -> Iterator[Any]:
-    combined = loop._combined_loader
-    return iter(()) if combined is None else iter(combined.flattened)
-
-
-def _validation(fit_loop: Any) -> Any:
-    return fit_loop.epoch_loop.val_loop
-
-
-def _batches_ahead(fit_loop: Any) -> int:
-    """Batches that the loader gave away and that were not trained on to their end."""
-    return len(getattr(fit_loop._data_fetcher, "batches", ())) + _open_batches(fit_loop)
-
-
-def _open_batches(fit_loop: Any) -> int:
-    progress = fit_loop.epoch_loop.batch_progress.current
-    return int(progress.ready - progress.processed)
-
-
-def _state(loader: Any, batches_ahead: int) -> dict[str, Any] | None:
-    if isinstance(loader, DataLoader):
-        try:
-            ours: dict[str, Any] = loader.state_dict(batches_ago=batches_ahead)
-            return ours
-        except NotCheckpointableError:
-            return None
-    if hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict"):
-        state: dict[str, Any] = loader.state_dict()
-        return state
-    return None
+def _load_all(loaders: list[Any], own: list[Any] | None, of_all: list[Any]) -> None:
+    """Give each loader the states of all ranks where it goes on on another grid, else its own."""
+    for loader, state, states in zip(loaders, own or [None] * len(loaders), of_all, strict=True):
+        if (states or state) is not None:
+            load(loader, states or state)

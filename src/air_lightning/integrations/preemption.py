@@ -10,7 +10,7 @@
       wait                     published
       raise Preempted          a SystemExit with status 143, on every rank
 
-Between optimizer steps of accumulated gradients nobody stops: no checkpoint holds those. In a
+Between optimizer steps of accumulated gradients nobody stops: a save there has to hold them. In a
 validation the state is that from before it, and the restart runs it from its beginning.
 """
 

@@ -118,10 +118,16 @@ def _one_of_each_share(states: Iterable[Any]) -> list[Any]:
     return list(shares.values())
 
 
-def recount(trainer: Any, loaders: Sequence[Any], then: Then) -> bool:
+def recount(trainer: Any, loaders: Sequence[Any], then: Then, stage: dict[str, Any]) -> bool:
     """Make Lightning's batches of the epoch those of this grid; the loaders were loaded.
 
     The batches of the whole run, and the optimizer's steps, stay what they were.
+
+    Args:
+        trainer: The Trainer.
+        loaders: The train loaders here.
+        then: What ``read_states`` gave.
+        stage: The moment of the save (stages.py); where nothing is left it becomes an epoch's end.
 
     Returns:
         Whether the epoch is over: it was when it was saved, or nothing is left for this grid.
@@ -133,35 +139,34 @@ def recount(trainer: Any, loaders: Sequence[Any], then: Then) -> bool:
         return then.epoch_done
     done = epoch.length if then.epoch_done else epoch.done(progress, trainer.limit_train_batches)
     if done >= epoch.length and not then.epoch_done:
-        _end_at_last_batch(trainer.fit_loop.epoch_loop)
-    _shift(trainer, done - progress.current.processed)
+        _end_at_last_batch(trainer.fit_loop.epoch_loop, stage)
+    _shift(trainer, done - progress.current.processed, ended=bool(stage.get("batch_ended")))
     # Batches of the validation that was under way on another grid: it begins anew.
     trainer.fit_loop.epoch_loop.val_loop.batch_progress.current.reset()
     return bool(done >= epoch.length)
 
 
-def _shift(trainer: Any, batches: int) -> None:
+def _shift(trainer: Any, batches: int, *, ended: bool) -> None:
     loop = trainer.fit_loop.epoch_loop
     progress, every = loop.batch_progress, trainer.accumulate_grad_batches
-    current, total = progress.current, progress.total
+    current = progress.current
     then = current.ready
     for name in _COUNTS:
         setattr(current, name, getattr(current, name) + batches)
-    if not progress.is_last_batch and total.completed < total.ready:
-        # The step of the loggers. When it restarts, Lightning adds one if the number of batches is
+    if ended and not progress.is_last_batch:
+        # The step of the loggers. After the batch Lightning adds one if the number of batches is
         # that of an optimizer step, which it may be on one of the grids only.
         loop._batches_that_stepped += (then % every == 0) - (current.ready % every == 0)
 
 
-def _end_at_last_batch(epoch_loop: Any) -> None:
-    """Let it look like a save at an epoch's last batch, which Lightning takes for over."""
-    progress = epoch_loop.batch_progress
-    progress.is_last_batch = True
+def _end_at_last_batch(epoch_loop: Any, stage: dict[str, Any]) -> None:
+    """Let it be a save after an epoch's last batch, whose end is yet to come."""
+    epoch_loop.batch_progress.is_last_batch = True
     # Done by Lightning within the last batch, before the save that this looks like.
     epoch_loop.update_lr_schedulers("epoch", update_plateau_schedulers=False)
-    for counts in (progress.total, progress.current):
-        counts.ready = counts.started = counts.processed
-        counts.completed = counts.processed - 1
+    if not stage.get("batch_ended"):
+        epoch_loop._batches_that_stepped -= 1  # what follows a batch will count it
+    stage.update(is_last_batch=True, batch_ended=True, validation_due=True)
 
 
 class _Epoch(NamedTuple):
