@@ -143,7 +143,7 @@ def to_entries(
 
 
 def to_keyed_entries(
-    state: Mapping[str | int, Any],
+    state: Mapping[Any, Any],
     *,
     models: Sequence[str],
     optimizers: Mapping[str, Mapping[int, str] | None],
@@ -318,9 +318,7 @@ def _place(value: torch.Tensor, key: str, path: Path, like: str) -> Place:
     )
 
 
-def _trainer_blob(
-    rest: dict[str, Any], taker: "_Taker", more: Mapping[str, Any]
-) -> SerializedBlob:
+def _trainer_blob(rest: dict[str, Any], taker: "_Taker", more: Mapping[str, Any]) -> SerializedBlob:
     content = {
         **more,
         "version": VERSION,

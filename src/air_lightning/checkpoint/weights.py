@@ -52,9 +52,7 @@ def read_weights(
     blob: dict[str, Any] = {TRAINER_KEY: None}
     content: dict[str, Any] = {}
     if TRAINER_KEY in metadata.state_dict_metadata:
-        load(
-            blob, reader, LoadPlanner(weights_only=weights_only), process_group=None, no_dist=True
-        )
+        load(blob, reader, LoadPlanner(weights_only=weights_only), process_group=None, no_dist=True)
         content = checked_trainer(blob[TRAINER_KEY], reader.path)
     head = _chosen(content["models"], reader.path) if content.get("models") else None
     if head is None:
@@ -71,9 +69,7 @@ def read_weights(
     entries: dict[str, Any] = {
         key: _empty(metadata, key, known.get(clean(name))) for key, name in names.items()
     }
-    load(
-        entries, reader, LoadPlanner(weights_only=weights_only), process_group=None, no_dist=True
-    )
+    load(entries, reader, LoadPlanner(weights_only=weights_only), process_group=None, no_dist=True)
     state = {name: entries[key] for key, name in names.items()}
     return {"state_dict": {**state, **_leftovers(left)}}
 

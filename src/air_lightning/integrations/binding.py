@@ -31,7 +31,6 @@ from lightning.pytorch.strategies import (
 )
 from lightning.pytorch.trainer.states import TrainerStatus
 
-from air_lightning.checkpoint.dcp import UCVolumeReader
 from air_lightning.checkpoint.restore import read_rank_blobs
 from air_lightning.checkpoint.state import is_storable
 from air_lightning.checkpoint.together import together
@@ -41,6 +40,7 @@ from air_lightning.errors import (
     InvalidArgumentError,
     SaveFailedError,
 )
+from air_lightning.integrations import files
 from air_lightning.integrations.checkpoint_io import AirCheckpointIO
 from air_lightning.integrations.entrance import Entrance
 from air_lightning.integrations.model_checkpoint import (
@@ -237,10 +237,7 @@ class Binding:
         told = self.weights_only if weights_only is None else weights_only
         target, _ = self.io.locate(checkpoint_path)
         # Many small reads from as many files: what they cost is the wait for each.
-        reader = UCVolumeReader(
-            target, verify=self.io.verify, storage_options=self.io.storage_options, thread_count=16
-        )
-        return read_rank_blobs(reader, ranks, weights_only=told)
+        return read_rank_blobs(self.io.reader(target, thread_count=16), ranks, weights_only=told)
 
     def _load_shards(
         self, checkpoint_path: Any, weights_only: bool | None
@@ -249,7 +246,7 @@ class Binding:
         target, is_lightnings = self._agree(lambda: self.io.locate(checkpoint_path))
         self._is_restored = is_lightnings
         if is_lightnings:
-            path = volume_path.local_dir(target) or target
+            path = files.place(target)
             # Lightning before 2.6 does not know the argument.
             options = {} if weights_only is None else {"weights_only": weights_only}
             return self._load_lightnings(path, **options), None

@@ -13,41 +13,44 @@ the old one's place once it is published. Where a volume refuses the rename it s
 name, which loading and ``find_latest_valid`` know.
 
 Where nothing bound the strategy, its rank 0 calls ``save_checkpoint``, and that process writes
-the whole checkpoint by itself.
+the whole checkpoint by itself. In a Fabric loop ``attach`` binds it (``fabric.py``).
 """
 
 import os
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from lightning.fabric import Fabric
 from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
-from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from typing_extensions import override
 
 from air_lightning.checkpoint import attempt
 from air_lightning.checkpoint.catalog import remove_checkpoint
-from air_lightning.checkpoint.clone import can_clone, clone
 from air_lightning.checkpoint.dcp import UCVolumeReader, UCVolumeWriter
 from air_lightning.checkpoint.order import both
 from air_lightning.checkpoint.room import Detour
 from air_lightning.checkpoint.saver import AsyncSaver
-from air_lightning.checkpoint.state import read_checkpoint, to_entries
+from air_lightning.checkpoint.state import Entries, read_checkpoint, to_entries, to_keyed_entries
 from air_lightning.errors import InvalidArgumentError
+from air_lightning.integrations import files
+from air_lightning.integrations.second_name import SecondNames, link
 from air_lightning.volumes import path as volume_path
-from air_lightning.volumes.storage import open_storage
+
+if TYPE_CHECKING:
+    from air_lightning.integrations.fabric import FabricBinding
 
 PathLike = str | os.PathLike[str]
 
 
 class AirCheckpointIO(CheckpointIO):
-    """Saves a Trainer's checkpoints asynchronously, by every rank, as DCP directories.
+    """Saves checkpoints of a Trainer or Fabric asynchronously, by every rank, as DCP directories.
 
     ``Trainer(plugins=[AirCheckpointIO()])`` is enough: a callback that Lightning finds through an
     entry point binds the Trainer's strategy to this plugin (single device, DDP, model parallel,
-    FSDP).
+    FSDP). With Fabric: ``AirCheckpointIO().attach(fabric)``.
 
     Args:
         storage_options: Options for fsspec when a checkpoint path is a URL.
@@ -83,12 +86,80 @@ class AirCheckpointIO(CheckpointIO):
         self._world: object | None = None
         self._bound = False
         self._then: Callable[[], None] | None = None
-        self._clones: dict[str, bool] = {}
+        self._second_names = SecondNames()
+        self._fabric: FabricBinding | None = None
+        self._loaders: dict[str, Any] = {}
 
     @property
     def stats(self) -> list[Any]:
         """One record per save of this process: stall, staging and writing in seconds, bytes."""
         return [] if self._saver is None else list(self._saver.stats)
+
+    def attach(self, fabric: Fabric) -> "AirCheckpointIO":
+        """Let ``fabric.save`` and ``fabric.load`` be this plugin's, on every rank.
+
+        Before or after ``fabric.launch()``, under single device, DDP, ModelParallelStrategy and
+        FSDP; best before ``fabric.setup``. Attaching again changes nothing.
+
+        Args:
+            fabric: The Fabric of this process.
+
+        Returns:
+            This plugin, for ``wait``, ``resume`` and ``register``.
+
+        Raises:
+            TypeError: It is no Fabric; a Trainer takes the plugin in ``plugins=[...]``.
+            InvalidArgumentError: Its strategy keeps its state where this release cannot save it,
+                or another plugin is attached to it.
+        """
+        from air_lightning.integrations.fabric import attach
+
+        self._fabric = attach(self, fabric)
+        return self
+
+    def register(self, **loaders: Any) -> None:
+        """Save and restore these loaders in a Fabric loop without their being in its state.
+
+        Args:
+            **loaders: By the name under which each is saved; wrapped by Fabric or not.
+
+        Raises:
+            InvalidArgumentError: One has no ``state_dict`` and ``load_state_dict``.
+        """
+        from air_lightning.integrations.fabric_position import require_loader
+
+        self._loaders.update({name: require_loader(name, x) for name, x in loaders.items()})
+
+    @property
+    def registered(self) -> dict[str, Any]:
+        """The loaders that were registered, by name."""
+        return dict(self._loaders)
+
+    def resume(self, root: PathLike, state: dict[str, Any], *, strict: bool = True) -> str | None:
+        """Restore everything from the newest valid checkpoint of a Fabric loop.
+
+        One rank chooses, all agree. Restored are the state, in place as by ``fabric.load``, loaders
+        in it or registered, and this rank's random generators. Call it on every rank, last before
+        the loop.
+
+        Args:
+            root: The directory that holds the checkpoints: a volume path, a URL or a local path.
+            state: As of ``fabric.load``.
+            strict: Likewise.
+
+        Returns:
+            The checkpoint's path, or None where there is none: nothing was changed then.
+
+        Raises:
+            InvalidArgumentError: The plugin is attached to no Fabric.
+            CheckpointError: Looking, or loading, failed.
+        """
+        if self._fabric is None:
+            raise InvalidArgumentError(
+                "resume(root, state) was called, and the plugin is attached to no Fabric. Call "
+                "attach(fabric) first. (Under a Trainer, AirResume resumes.)"
+            )
+        return self._fabric.resume(root, state, strict=strict)
 
     def connect(self) -> None:
         """Create what saves of all ranks need; every rank calls this at the same moment.
@@ -135,37 +206,50 @@ class AirCheckpointIO(CheckpointIO):
             SaveFailedError: The save before this one failed in the background.
         """
         self.connect()
-        rank = dist.get_rank() if self._world is not None else 0
-        self._save(
+        entries = to_entries(
             checkpoint,
-            os.fspath(path),
-            names=optimizer_names,
-            rank=rank,
+            optimizer_names=optimizer_names,
+            rank=self.rank,
             rank_blob=rank_blob,
             alike=alike,
+        )
+        self.save_entries(
+            entries,
+            os.fspath(path),
+            step=checkpoint.get("global_step"),
+            epoch=checkpoint.get("epoch"),
+            weights_only="optimizer_states" not in checkpoint,
             storage_options=storage_options,
         )
 
-    def _save(
+    @property
+    def rank(self) -> int:
+        """This process among those that save together."""
+        return dist.get_rank() if self._world is not None else 0
+
+    def save_entries(
         self,
-        checkpoint: dict[str, Any],
+        entries: Entries,
         target: str,
         *,
-        names: Sequence[Mapping[int, str] | None],
-        rank: int,
-        rank_blob: Mapping[str, Any],
-        alike: Mapping[str, torch.Tensor],
-        storage_options: dict[str, Any] | None,
+        step: int | None,
+        epoch: int | None,
+        weights_only: bool,
+        storage_options: dict[str, Any] | None = None,
     ) -> None:
+        """Start saving entries; returns once they are staged.
+
+        Args:
+            entries: This rank's.
+            target: From ``choose_target``.
+            step: The global step, for the manifest.
+            epoch: The epoch, likewise.
+            weights_only: Whether there is no more than weights in it, likewise.
+            storage_options: Options for fsspec, over those of the constructor.
+        """
         saver = self._saver
         assert saver is not None
         options = storage_options or self.storage_options
-        entries = to_entries(
-            checkpoint, optimizer_names=names, rank=rank, rank_blob=rank_blob, alike=alike
-        )
-        # Taken out here: the closure would keep the whole unstaged state alive during the upload.
-        step, epoch = checkpoint.get("global_step"), checkpoint.get("epoch")
-        weights_only = "optimizer_states" not in checkpoint
 
         def make_writer() -> UCVolumeWriter:
             return UCVolumeWriter(
@@ -180,7 +264,7 @@ class AirCheckpointIO(CheckpointIO):
         def replace_other() -> None:
             attempt.settle(target, options)
 
-        follow_up = replace_other if rank == 0 else None
+        follow_up = replace_other if self.rank == 0 else None
         saver.save(entries, make_writer, on_published=follow_up, unshared=entries.unshared)
 
     def choose_target(self, path: PathLike) -> str:
@@ -210,23 +294,42 @@ class AirCheckpointIO(CheckpointIO):
         weights to the parent process: one file, which must be there at once.
         """
         if self._bound:
-            target = volume_path.normalize(path, allow_local=True)
-            TorchCheckpointIO().save_checkpoint(
-                checkpoint, volume_path.local_dir(target) or target, storage_options
+            files.save_file(
+                checkpoint, volume_path.normalize(path, allow_local=True), storage_options
             )
             return
         if self._saver is None:
             self._saver = AsyncSaver(no_dist=True, timeout_s=self.timeout_s)
         self.wait()
+        if "pytorch-lightning_version" not in checkpoint:
+            self._save_alone_for_fabric(checkpoint, path, storage_options)
+            return
         nameless = [None] * len(checkpoint.get("optimizer_states", ()))
-        self._save(
-            checkpoint,
+        self.save_entries(
+            to_entries(checkpoint, optimizer_names=nameless, rank=0, rank_blob={}),
             self.choose_target(path),
-            names=nameless,
-            rank=0,
-            rank_blob={},
-            alike={},
+            step=checkpoint.get("global_step"),
+            epoch=checkpoint.get("epoch"),
+            weights_only="optimizer_states" not in checkpoint,
             storage_options=storage_options,
+        )
+
+    def _save_alone_for_fabric(
+        self, checkpoint: dict[str, Any], path: PathLike, options: Any | None
+    ) -> None:
+        """Save what Fabric's strategy collected, on the one rank that it asks."""
+        from air_lightning.integrations.fabric_state import progress, tell_of_attach
+
+        tell_of_attach()
+        entries = to_keyed_entries(checkpoint, models=(), optimizers={}, rank=0, rank_blob={})
+        step, epoch = progress(checkpoint)
+        self.save_entries(
+            entries,
+            self.choose_target(path),
+            step=step,
+            epoch=epoch,
+            weights_only=False,  # which of them are weights is not told
+            storage_options=options,
         )
 
     @override
@@ -253,8 +356,8 @@ class AirCheckpointIO(CheckpointIO):
         """
         self.wait()
         target = self._resolve(path)
-        if self._is_file(target):
-            return self._load_file(target, weights_only), None
+        if files.is_file(target, self.storage_options):
+            return files.load_file(target, weights_only), None
         return self.read(target, weights_only)
 
     def read(
@@ -267,15 +370,20 @@ class AirCheckpointIO(CheckpointIO):
             weights_only: As of ``torch.load``, for the blobs; None means True.
             **options: Of ``read_checkpoint``.
         """
-        reader = UCVolumeReader(target, verify=self.verify, storage_options=self.storage_options)
         rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
         return read_checkpoint(
-            reader,
+            self.reader(target),
             rank=rank,
             weights_only=weights_only,
             process_group=None,
             no_dist=True,
             **options,
+        )
+
+    def reader(self, target: str, **options: Any) -> UCVolumeReader:
+        """A reader of a checkpoint's directory, with this plugin's options."""
+        return UCVolumeReader(
+            target, verify=self.verify, storage_options=self.storage_options, **options
         )
 
     def locate(self, path: PathLike) -> tuple[str, bool]:
@@ -284,13 +392,16 @@ class AirCheckpointIO(CheckpointIO):
         That is a single file, or a directory of one of its sharded strategies.
         """
         target = self._resolve(path)
-        local = volume_path.local_dir(target)
-        sharded = local is not None and os.path.isfile(os.path.join(local, "meta.pt"))
-        return target, sharded or self._is_file(target)
+        return target, files.is_lightnings(target, self.storage_options)
 
     @override
     def remove_checkpoint(self, path: PathLike) -> None:
-        """Delete a checkpoint, once the save in flight, its successor, is published."""
+        """Delete a checkpoint, once the save in flight, its successor, is published.
+
+        In a Fabric loop every rank may call it; rank 0 deletes.
+        """
+        if self._fabric is not None and not self._fabric.is_global_zero:
+            return
         target = volume_path.normalize(path, allow_local=True)
 
         def remove() -> None:
@@ -321,40 +432,19 @@ class AirCheckpointIO(CheckpointIO):
         Returns:
             Whether that is possible here; elsewhere it must be saved under the second name, too.
         """
-        source = volume_path.normalize(path, allow_local=True)
-        target = volume_path.normalize(name, allow_local=True)
-        parent = volume_path.parent(target)
-        if volume_path.parent(source) != parent or target.startswith("/Volumes/"):
-            return False  # a volume has no links, and is not asked for them
-        if parent not in self._clones:
-            self._clones[parent] = can_clone(target)
-        if not self._clones[parent]:
-            return False
+        make = self._second_names.clone(path, name)
+        if make is not None:
+            self.after_published(make)
+        return make is not None
 
-        def make() -> None:
-            written = attempt.choose(target, None)
-            clone(attempt.newest(source, None), written)
-            attempt.settle(written, None)
-
-        self.after_published(make)
-        return True
-
-    def link(self, path: PathLike, link: PathLike) -> None:
+    def link(self, path: PathLike, name: PathLike) -> None:
         """Let a second name lead to a checkpoint once that is published, where links work.
 
         Elsewhere, as on volumes, nothing is made: ``AirResume`` finds the newest by itself.
         """
-        target = volume_path.normalize(path, allow_local=True)
-        name = volume_path.normalize(link, allow_local=True)
-        local, there = volume_path.local_dir(target), volume_path.local_dir(name)
-        if self._saver is None or local is None or there is None or name.startswith("/Volumes/"):
-            return
-
-        def make_link() -> None:
-            remove_checkpoint(name)
-            os.symlink(os.path.relpath(local, os.path.dirname(there)), there)
-
-        self._saver.after_published(make_link)
+        make = link(path, name)
+        if make is not None and self._saver is not None:
+            self._saver.after_published(make)
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Block until the save in flight is published.
@@ -380,22 +470,3 @@ class AirCheckpointIO(CheckpointIO):
     def _resolve(self, path: PathLike) -> str:
         target = volume_path.normalize(path, allow_local=True)
         return attempt.newest(target, self.storage_options)
-
-    def _is_file(self, target: str) -> bool:
-        local = volume_path.local_dir(target)
-        if local is not None:
-            return os.path.isfile(local)
-        parent = open_storage(
-            volume_path.parent(target), allow_local=True, storage_options=self.storage_options
-        )
-        return any(
-            not entry.is_dir and entry.name == volume_path.name(target)
-            for entry in parent.list_dir()
-        )
-
-    def _load_file(self, target: str, weights_only: bool | None) -> dict[str, Any]:
-        local = volume_path.local_dir(target)
-        loaded: dict[str, Any] = TorchCheckpointIO().load_checkpoint(
-            local or target, weights_only=weights_only
-        )
-        return loaded

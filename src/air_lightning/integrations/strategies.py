@@ -22,6 +22,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+from lightning.fabric.strategies import ModelParallelStrategy as FabricModelParallelStrategy
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch.distributed.tensor import DTensor
@@ -57,7 +58,7 @@ class ReplicatedState:
 
     def note_alike(self) -> None:
         """DDP keeps equal what it reduces: what was trainable when it wrapped the module."""
-        self.alike = _reduced(self.strategy)
+        self.alike = reduced(self.strategy.model)
 
     def sharding(self) -> Mapping[str, torch.Tensor]:
         """The weights as they lie on this rank."""
@@ -120,24 +121,32 @@ class ModelParallelState(ReplicatedState):
 
     def load_model(self, checkpoint: Mapping[str, Any], strict: bool) -> None:
         """Put weights into the shards; whole ones, as ``on_load_checkpoint`` may give, are cut."""
-        module = self.strategy.lightning_module
-        wanted = module.state_dict()
-        # A copy that keeps the attribute from which load_state_dict reads the modules' versions.
-        state: Any = copy.copy(renamed(checkpoint["state_dict"], wanted))
-        for name in state.keys() & wanted.keys():
-            state[name] = fitted(state[name], wanted[name])
-        module.load_state_dict(state, strict=strict)
+        load_weights(self.strategy.lightning_module, checkpoint["state_dict"], strict)
 
     def load_optimizers(self, checkpoint: Mapping[str, Any]) -> None:
         """Put moments into the optimizers, likewise."""
         states = checkpoint["optimizer_states"]
         for optimizer, state in zip(self.strategy.optimizers, states, strict=True):
-            optimizer.load_state_dict(_fitted_moments(state, optimizer))
+            load_moments(optimizer, state)
 
 
-def _reduced(strategy: Any) -> dict[str, torch.Tensor]:
-    """The parameters whose gradients DDP averages over all ranks, by every name they have."""
-    ddp = strategy.model
+def load_weights(module: torch.nn.Module, saved: Mapping[str, Any], strict: bool) -> None:
+    """Load a state dict into a module that may hold DTensors; whole tensors are cut."""
+    wanted = module.state_dict()
+    # A copy that keeps the attribute from which load_state_dict reads the modules' versions.
+    state: Any = copy.copy(renamed(saved, wanted))
+    for name in state.keys() & wanted.keys():
+        state[name] = fitted(state[name], wanted[name])
+    module.load_state_dict(state, strict=strict)
+
+
+def load_moments(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
+    """Load an optimizer's state, whole tensors cut like the parameters that they belong to."""
+    optimizer.load_state_dict(_fitted_moments(state, optimizer))
+
+
+def reduced(ddp: Any) -> dict[str, torch.Tensor]:
+    """The parameters whose gradients this module averages over all ranks; none if it is no DDP."""
     # A hook of the user's may average over some ranks only, as post-local SGD does.
     if not isinstance(ddp, DistributedDataParallel) or vars(ddp).get("_comm_hooks"):
         return {}
@@ -155,7 +164,7 @@ def data_share(strategy: Any) -> tuple[int, int] | None:
 
     Ranks that hold parts of one layer need the same batch.
     """
-    if not isinstance(strategy, ModelParallelStrategy):
+    if not isinstance(strategy, ModelParallelStrategy | FabricModelParallelStrategy):
         return None
     told = strategy.distributed_sampler_kwargs
     return int(told["rank"]), int(told["num_replicas"])
