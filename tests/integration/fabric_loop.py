@@ -105,8 +105,9 @@ def train(loop: Loop) -> None:
     fabric = fabric_of(loop.strategy, loop.world_size)
     plugin = AirCheckpointIO().attach(fabric)
     fabric.launch()
-    fabric.seed_everything(7 + fabric.global_rank, workers=True, verbose=False)
+    fabric.seed_everything(7, workers=True, verbose=False)  # ranks of one layer begin alike
     module = build()
+    torch.manual_seed(fabric.global_rank)
     model = fabric.setup_module(module)
     optimizer = fabric.setup_optimizers(torch.optim.AdamW(model.parameters(), lr=0.01))
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.9)

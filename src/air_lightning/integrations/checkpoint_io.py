@@ -108,7 +108,7 @@ class AirCheckpointIO(CheckpointIO):
             This plugin, for ``wait``, ``resume`` and ``register``.
 
         Raises:
-            TypeError: It is no Fabric; a Trainer takes the plugin in ``plugins=[...]``.
+            InvalidTypeError: It is no Fabric; a Trainer takes the plugin in ``plugins=[...]``.
             InvalidArgumentError: Its strategy keeps its state where this release cannot save it,
                 or another plugin is attached to it.
         """

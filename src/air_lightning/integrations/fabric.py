@@ -41,7 +41,12 @@ from air_lightning.checkpoint.state import Entries, to_keyed_entries
 from air_lightning.checkpoint.together import together
 from air_lightning.checkpoint.weights import read_weights
 from air_lightning.data.stream import set_share
-from air_lightning.errors import AirError, CheckpointMismatchError, InvalidArgumentError
+from air_lightning.errors import (
+    AirError,
+    CheckpointMismatchError,
+    InvalidArgumentError,
+    InvalidTypeError,
+)
 from air_lightning.integrations import fabric_position, files
 from air_lightning.integrations.checkpoint_io import AirCheckpointIO
 from air_lightning.integrations.entrance import Entrance
@@ -77,12 +82,12 @@ def attach(io: AirCheckpointIO, fabric: Any) -> "FabricBinding":
     """Bind a Fabric's strategy to a plugin, once.
 
     Raises:
-        TypeError: It is no Fabric.
+        InvalidTypeError: It is no Fabric.
         InvalidArgumentError: The strategy is of no kind whose state this release can save, or it
             has another plugin of ours.
     """
     if not isinstance(fabric, Fabric):
-        raise TypeError(_no_fabric(fabric))
+        raise InvalidTypeError(_no_fabric(fabric))
     strategy: Any = fabric.strategy
     if not isinstance(strategy, _SUPPORTED) or isinstance(strategy, _REFUSED):
         raise InvalidArgumentError(
@@ -108,9 +113,7 @@ def _no_fabric(given: Any) -> str:
     told = f"attach was given a {kind.__module__}.{kind.__name__}; a lightning.Fabric is wanted."
     if kind.__name__ == "Trainer":
         return f"{told} A Trainer takes the plugin itself: Trainer(plugins=[AirCheckpointIO()])."
-    return (
-        f"{told} (The names of lightning_fabric are other classes: import Fabric from lightning.)"
-    )
+    return f"{told} Import it from lightning: the names of lightning_fabric are other classes."
 
 
 class FabricBinding:

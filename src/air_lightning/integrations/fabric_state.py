@@ -87,12 +87,12 @@ class Sorted:
             if key in self.loaders:
                 continue
             if key in self.modules:
-                value = self.weights(key)
+                taken: Any = self.weights(key)
             elif key in self.optimizers:
-                value, names[key] = self._moments(value)
-            elif isinstance(value, _Stateful):
-                value = value.state_dict()
-            _keep(collected, key, value, filters.get(key))
+                taken, names[key] = self._moments(value)
+            else:
+                taken = value.state_dict() if isinstance(value, _Stateful) else value
+            _keep(collected, key, taken, filters.get(key))
         models = [key for key in self.modules if key in collected]
         return Collected(collected, models, names, self._alike())
 
@@ -217,7 +217,8 @@ class Sorted:
             now = reduced(module) if noted else {}
             if noted and not now:
                 continue  # a hook averages as it likes
-            parameters = {clean(n): p for n, p in _inner(module).named_parameters()}
+            named = _inner(module).named_parameters(remove_duplicate=False)
+            parameters = {clean(name): parameter for name, parameter in named}
             alike.update({f"{key}.{n}": parameters[n] for n in noted if n in parameters})
         return alike
 
