@@ -8,6 +8,7 @@ import pytest
 
 from air_lightning import find_latest_valid
 from conftest import Volume
+from integration.fabric_checks import run_all
 from integration.fabric_loop import Loop, train
 from integration.training import assert_same, diary, result
 from ranks import KILLED, run_ranks
@@ -63,3 +64,10 @@ def test_killed_loop_resumes_exactly(numbers: str, tmp_path: Path, loop: Loop) -
     )
     assert len(seen) == FILES
     assert sum(seen.values()) <= FILES + 1
+
+
+def test_checks_on_two_ranks(tmp_path: Path) -> None:
+    """What works under DDP works under each strategy; the checks' own sentences say what."""
+    log = tmp_path / "output.txt"
+    statuses = run_ranks(run_all, str(tmp_path), world_size=2, log=log)
+    assert set(statuses) == {0}, log.read_text()[-6000:]

@@ -223,6 +223,7 @@ class Binding:
             checkpoint, blob = self._load_shards(checkpoint_path, told)
         else:
             checkpoint, blob = self.io.load_on_this_rank(checkpoint_path, weights_only=weights_only)
+        _require_trainers(checkpoint, checkpoint_path)
         if self._trainer.state.fn == "fit":
 
             def read_blobs(ranks: Iterable[int]) -> list[Any]:
@@ -301,6 +302,15 @@ class Binding:
                 f"{[_group_sizes(optimizer.state_dict()) for optimizer in optimizers]}. Give "
                 "configure_optimizers the groups that the checkpoint was taken with."
             ) from error
+
+
+def _require_trainers(checkpoint: Mapping[str, Any], path: Any) -> None:
+    if "pytorch-lightning_version" not in checkpoint:
+        raise CheckpointMismatchError(
+            f"{path} is no Trainer's checkpoint: it has {', '.join(map(str, checkpoint))}. A Fabric "
+            "loop resumes from what a Fabric loop saved. For the weights alone, load an export of "
+            "it into the model (air-lightning export PATH OUT.safetensors)."
+        )
 
 
 def _group_sizes(state: Mapping[str, Any]) -> list[int]:

@@ -14,8 +14,8 @@ here is bound on the *instance* of one strategy; Fabric's own methods stay as th
     fabric.launch()           -> strategy.setup_environment      tensor parallel ranks read the same
     fabric.setup(...)         -> strategy.setup_module           what DDP averages is noted
 
-``callbacks_factory`` is Fabric's own entry point: with it ``Fabric(plugins=[AirCheckpointIO()])``
-is attached when the first module was set up. No hook of Fabric's comes earlier on every rank.
+``Fabric(plugins=[AirCheckpointIO()])`` is attached when the first module was set up, through Fabric's
+own entry point (``fabric_entry.py``).
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -61,21 +61,11 @@ _SUPPORTED = (SingleDeviceStrategy, DDPStrategy, ModelParallelStrategy, FSDPStra
 _REFUSED = (DeepSpeedStrategy, XLAStrategy, XLAFSDPStrategy, SingleDeviceXLAStrategy)
 
 
-def callbacks_factory() -> list[Any]:
-    """Fabric calls this whenever one is made, through the package's entry point."""
-    return [AirAttachFabric()]
-
-
-class AirAttachFabric:
-    """Attaches a Fabric whose CheckpointIO is an AirCheckpointIO; does nothing to any other."""
-
-    def on_after_setup(self, fabric: Any, module: Any) -> None:
-        """Attach on every rank, once the first module was set up."""
-        plugin = getattr(fabric.strategy, "_checkpoint_io", None)
-        if isinstance(plugin, AirCheckpointIO):
-            if getattr(fabric.strategy, _BINDING, None) is None:
-                note_reduced(getattr(module, "_forward_module", None))
-            plugin.attach(fabric)
+def attach_after_setup(io: AirCheckpointIO, fabric: Any, module: Any) -> None:
+    """Attach to a Fabric that has just set up a module."""
+    if getattr(fabric.strategy, _BINDING, None) is None:
+        note_reduced(getattr(module, "_forward_module", None))
+    io.attach(fabric)
 
 
 def attach(io: AirCheckpointIO, fabric: Any) -> "FabricBinding":
