@@ -203,6 +203,7 @@ def raw_weights(root: str) -> None:
         with pytest.raises(CheckpointError, match="another module's"):
             job.fabric.load_raw(f"{root}/raw.pt", torch.nn.Linear(2, 2))
     lightnings = fabric_of("ddp", 2)
+    lightnings.launch()
     lightnings.save(f"{root}/lightnings.ckpt", {"model": source.model, "step": 4})
     job = Job("ddp", seed=5)
     state = {"model": job.model, "step": 0}
