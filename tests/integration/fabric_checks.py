@@ -136,7 +136,7 @@ def without_attach_rank_zero_writes(root: str) -> None:
 
 
 def filters_and_strictness(root: str) -> None:
-    """A filter leaves entries out; loading that needs strict=False, and a refusal changes nothing."""
+    """A filter leaves entries out, which then takes strict=False; a refusal changes nothing."""
     for kind in ("ddp", "2x1", "fsdp1"):
         job = Job(kind)
         job.save(f"{root}/{kind}", filter={"model": lambda name, _: "bias" not in name})

@@ -305,10 +305,10 @@ class Binding:
 
 
 def _require_trainers(checkpoint: Mapping[str, Any], path: Any) -> None:
-    if "pytorch-lightning_version" not in checkpoint:
+    if "pytorch-lightning_version" not in checkpoint and "state_dict" not in checkpoint:
         raise CheckpointMismatchError(
-            f"{path} is no Trainer's checkpoint: it has {', '.join(map(str, checkpoint))}. A Fabric "
-            "loop resumes from what a Fabric loop saved. For the weights alone, load an export of "
+            f"{path} is no Trainer's checkpoint: it has {', '.join(map(str, checkpoint))}. What a "
+            "Fabric loop saved resumes in a Fabric loop. For the weights alone, load an export of "
             "it into the model (air-lightning export PATH OUT.safetensors)."
         )
 

@@ -18,7 +18,6 @@ the whole checkpoint by itself. In a Fabric loop ``attach`` binds it (``fabric.p
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,23 +28,20 @@ from typing_extensions import override
 
 from air_lightning.checkpoint import attempt
 from air_lightning.checkpoint.catalog import remove_checkpoint
-from air_lightning.checkpoint.dcp import UCVolumeReader, UCVolumeWriter
+from air_lightning.checkpoint.dcp import UCVolumeReader
 from air_lightning.checkpoint.order import both
-from air_lightning.checkpoint.room import Detour
 from air_lightning.checkpoint.saver import AsyncSaver
-from air_lightning.checkpoint.state import Entries, read_checkpoint, to_entries, to_keyed_entries
+from air_lightning.checkpoint.state import read_checkpoint, to_entries, to_keyed_entries
 from air_lightning.errors import InvalidArgumentError
 from air_lightning.integrations import files
-from air_lightning.integrations.second_name import SecondNames, link
+from air_lightning.integrations.saving import PathLike, Saves
 from air_lightning.volumes import path as volume_path
 
 if TYPE_CHECKING:
     from air_lightning.integrations.fabric import FabricBinding
 
-PathLike = str | os.PathLike[str]
 
-
-class AirCheckpointIO(CheckpointIO):
+class AirCheckpointIO(Saves, CheckpointIO):
     """Saves checkpoints of a Trainer or Fabric asynchronously, by every rank, as DCP directories.
 
     ``Trainer(plugins=[AirCheckpointIO()])`` is enough: a callback that Lightning finds through an
@@ -73,27 +69,13 @@ class AirCheckpointIO(CheckpointIO):
         timeout_s: float = 1800.0,
         staging_dir: str | os.PathLike[str] | None = None,
     ) -> None:
-        if not timeout_s > 0:
-            raise InvalidArgumentError(
-                f"timeout_s={timeout_s!r} was given; a positive number of seconds is wanted."
-            )
-        self.storage_options = storage_options
+        super().__init__(
+            storage_options=storage_options, timeout_s=timeout_s, staging_dir=staging_dir
+        )
         self.verify = verify
-        self.timeout_s = timeout_s
-        self.staging_dir = None if staging_dir is None else Detour(staging_dir).directory
-        self._saver: AsyncSaver | None = None
-        self.group: dist.ProcessGroup | None = None
-        self._world: object | None = None
-        self._bound = False
         self._then: Callable[[], None] | None = None
-        self._second_names = SecondNames()
         self._fabric: FabricBinding | None = None
         self._loaders: dict[str, Any] = {}
-
-    @property
-    def stats(self) -> list[Any]:
-        """One record per save of this process: stall, staging and writing in seconds, bytes."""
-        return [] if self._saver is None else list(self._saver.stats)
 
     def attach(self, fabric: Fabric) -> "AirCheckpointIO":
         """Let ``fabric.save`` and ``fabric.load`` be this plugin's, on every rank.
@@ -161,27 +143,6 @@ class AirCheckpointIO(CheckpointIO):
             )
         return self._fabric.resume(root, state, strict=strict)
 
-    def connect(self) -> None:
-        """Create what saves of all ranks need; every rank calls this at the same moment.
-
-        The background runs its collectives on a gloo group of its own: on the user's group they
-        would meet the training's collectives in another order on each rank, and deadlock.
-        """
-        self._bound = True
-        world = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
-        if self._saver is not None and world is self._world:
-            return
-        if self._saver is not None:
-            self._saver.close()
-        self._world = world
-        self.group = None
-        if world is not None:
-            timeout = timedelta(seconds=self.timeout_s)
-            self.group = dist.new_group(backend="gloo", timeout=timeout)
-        self._saver = AsyncSaver(
-            process_group=self.group, no_dist=world is None, timeout_s=self.timeout_s
-        )
-
     def save_on_all_ranks(
         self,
         checkpoint: dict[str, Any],
@@ -221,68 +182,6 @@ class AirCheckpointIO(CheckpointIO):
             weights_only="optimizer_states" not in checkpoint,
             storage_options=storage_options,
         )
-
-    @property
-    def rank(self) -> int:
-        """This process among those that save together."""
-        return dist.get_rank() if self._world is not None else 0
-
-    def save_entries(
-        self,
-        entries: Entries,
-        target: str,
-        *,
-        step: int | None,
-        epoch: int | None,
-        weights_only: bool,
-        storage_options: dict[str, Any] | None = None,
-    ) -> None:
-        """Start saving entries; returns once they are staged.
-
-        Args:
-            entries: This rank's.
-            target: From ``choose_target``.
-            step: The global step, for the manifest.
-            epoch: The epoch, likewise.
-            weights_only: Whether there is no more than weights in it, likewise.
-            storage_options: Options for fsspec, over those of the constructor.
-        """
-        saver = self._saver
-        assert saver is not None
-        options = storage_options or self.storage_options
-
-        def make_writer() -> UCVolumeWriter:
-            return UCVolumeWriter(
-                target,
-                global_step=step,
-                epoch=epoch,
-                weights_only=weights_only,
-                storage_options=options,
-                staging_dir=self.staging_dir,
-            )
-
-        def replace_other() -> None:
-            attempt.settle(target, options)
-
-        follow_up = replace_other if self.rank == 0 else None
-        saver.save(entries, make_writer, on_published=follow_up, unshared=entries.unshared)
-
-    def choose_target(self, path: PathLike) -> str:
-        """Where the next save to a path goes; asked on one rank, after ``wait`` on all.
-
-        Raises:
-            InvalidPathError: ``path`` is none.
-            SaveFailedError: Its directory cannot be made.
-        """
-        target = volume_path.normalize(path, allow_local=True)
-        chosen = attempt.choose(target, self.storage_options)
-        attempt.require_place(chosen, self.storage_options)
-        return chosen
-
-    def prepare(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Allocate in the background what saving tensors like these will need."""
-        if self._saver is not None:
-            self._saver.prepare(tensors)
 
     @override
     def save_checkpoint(
@@ -412,48 +311,6 @@ class AirCheckpointIO(CheckpointIO):
             remove()
         else:
             self._saver.after_published(remove)
-
-    def after_published(self, action: Callable[[], None]) -> None:
-        """Run something once the save in flight is published, or now; not if that fails."""
-        if self._saver is None:
-            action()
-        else:
-            self._saver.after_published(action)
-
-    def clone(self, path: PathLike, name: PathLike) -> bool:
-        """Let the checkpoint that was saved last have a second name, without saving it again.
-
-        Asked on one rank. Made when the checkpoint is published.
-
-        Args:
-            path: Its own name.
-            name: The second one, beside it.
-
-        Returns:
-            Whether that is possible here; elsewhere it must be saved under the second name, too.
-        """
-        make = self._second_names.clone(path, name)
-        if make is not None:
-            self.after_published(make)
-        return make is not None
-
-    def link(self, path: PathLike, name: PathLike) -> None:
-        """Let a second name lead to a checkpoint once that is published, where links work.
-
-        Elsewhere, as on volumes, nothing is made: ``AirResume`` finds the newest by itself.
-        """
-        make = link(path, name)
-        if make is not None and self._saver is not None:
-            self._saver.after_published(make)
-
-    def wait(self, timeout_s: float | None = None) -> None:
-        """Block until the save in flight is published.
-
-        Raises:
-            SaveFailedError: It failed; raised once.
-        """
-        if self._saver is not None:
-            self._saver.wait(timeout_s)
 
     @override
     def teardown(self) -> None:

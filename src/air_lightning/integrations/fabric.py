@@ -14,8 +14,8 @@ here is bound on the *instance* of one strategy; Fabric's own methods stay as th
     fabric.launch()           -> strategy.setup_environment      tensor parallel ranks read the same
     fabric.setup(...)         -> strategy.setup_module           what DDP averages is noted
 
-``Fabric(plugins=[AirCheckpointIO()])`` is attached when the first module was set up, through Fabric's
-own entry point (``fabric_entry.py``).
+``Fabric(plugins=[AirCheckpointIO()])`` is attached when the first module was set up, through
+Fabric's own entry point (``fabric_entry.py``).
 """
 
 from collections.abc import Callable, Iterable, Mapping
