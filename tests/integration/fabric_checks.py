@@ -23,6 +23,7 @@ from air_lightning import (
     list_checkpoints,
     verify_checkpoint,
 )
+from air_lightning.data.stream import data_rank
 from air_lightning.integrations.fabric_entry import AirAttachFabric
 from integration.fabric_loop import FEATURES, Loop, build, fabric_of, loader_of, weights_and_moments
 from integration.training import assert_same, whole
@@ -315,6 +316,39 @@ def shards_stay_shards(root: str) -> None:
     assert isinstance(moment, DTensor)
 
 
+def attaching_late(root: str) -> None:
+    """After the launch, and after the set-up, attaching works; ranks of one layer share files."""
+    for kind, share in (("ddp", None), ("1x2", (0, 1))):
+        job = Job(kind, attach=False)
+        job.plugin.attach(job.fabric)
+        job.save(f"{root}/{kind}")
+        assert data_rank() == (share or (dist.get_rank(), 2))
+        saved, other = job.all(), Job(kind, seed=4)
+        other.fabric.load(f"{root}/{kind}", other.state)
+        assert_same(other.all(), saved)
+    Job("ddp")
+    assert data_rank() == (dist.get_rank(), 2)
+
+
+def what_ranks_hold_unlike_is_rank_zeros(root: str) -> None:
+    """A weight that was frozen when DDP wrapped it is rank 0's, wherever ranks hold another."""
+    fabric = fabric_of("ddp", 2)
+    plugin = AirCheckpointIO().attach(fabric)
+    fabric.launch()
+    module = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.BatchNorm1d(64))
+    module[0].weight.requires_grad = False
+    model = fabric.setup_module(module)
+    module[0].weight.requires_grad = True
+    with torch.no_grad():
+        module[0].weight.fill_(dist.get_rank())
+        module[1].running_mean.fill_(dist.get_rank())
+    fabric.save(f"{root}/c", {"model": model})
+    plugin.wait()
+    fabric.load(f"{root}/c", {"model": model})
+    assert module[0].weight.sum() == 0
+    assert module[1].running_mean.sum() == 0
+
+
 CHECKS: list[Callable[[str], None]] = [
     checkpoints_move_between_strategies,
     every_rank_writes,
@@ -327,6 +361,8 @@ CHECKS: list[Callable[[str], None]] = [
     a_rank_that_cannot_load_fails_all,
     loaders_are_asked_by_name,
     shards_stay_shards,
+    attaching_late,
+    what_ranks_hold_unlike_is_rank_zeros,
 ]
 
 
