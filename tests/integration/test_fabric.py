@@ -101,9 +101,10 @@ def test_checks_on_two_ranks(tmp_path: Path) -> None:
 def test_another_number_of_ranks(
     numbers: str, tmp_path: Path, ranks: tuple[int, int], kill_at: int
 ) -> None:
-    """An elastic loader goes on in mid-epoch on another number of ranks, each file once."""
-    loop = Loop(numbers, str(tmp_path / "run"), strategy="ddp", elastic=True)
-    before, after = (replace(loop, world_size=count) for count in ranks)
+    """A loop goes on in mid-epoch on another number of ranks, each file once, sharded or not."""
+    loop = Loop(numbers, str(tmp_path / "run"), elastic=True)
+    strategies = {1: "auto", 2: "2x1"}
+    before, after = (replace(loop, world_size=count, strategy=strategies[count]) for count in ranks)
     attempt(replace(before, kill_at=kill_at), tmp_path, killed=True)
     attempt(after, tmp_path)
     epochs: dict[int, Counter[str]] = {0: Counter(), 1: Counter()}
