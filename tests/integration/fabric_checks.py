@@ -206,6 +206,17 @@ def raw_weights(root: str) -> None:
     lightnings = fabric_of("ddp", 2)
     lightnings.launch()
     lightnings.save(f"{root}/lightnings.ckpt", {"model": source.model, "step": 4})
+    sharded = Job("2x1", attach=False)
+    sharded.fabric.save(f"{root}/shards", {"model": sharded.model, "step": 6})
+    for kind in ("2x1", "ddp"):
+        job = Job(kind, seed=5)
+        job.fabric.load_raw(f"{root}/shards", job.model)
+        assert_same_on_first(job.all()[0], sharded.all()[0], kind)
+    with pytest.raises(CheckpointMismatchError, match="saved by Fabric itself"):
+        job.fabric.load(f"{root}/shards", {"model": job.model})
+    again = {"model": Job("2x1", seed=5).model, "step": 0}
+    Job("2x1").fabric.load(f"{root}/shards", again)
+    assert again["step"] == 6
     job = Job("ddp", seed=5)
     state = {"model": job.model, "step": 0}
     job.fabric.load(f"{root}/lightnings.ckpt", state)

@@ -267,6 +267,14 @@ class FabricBinding:
     def _load_lightnings(
         self, target: str, state: Any, strict: bool, weights_only: bool | None
     ) -> State:
+        sharded = isinstance(self._strategy, ModelParallelStrategy | FSDPStrategy)
+        if not sharded and not files.is_file(target, self.io.storage_options):
+            raise CheckpointMismatchError(
+                f"{target} was saved by Fabric itself under ModelParallelStrategy or FSDPStrategy, "
+                f"and {self._kind.__name__} does not read that. Load it under such a strategy and "
+                "save it with AirCheckpointIO, which any reads; or take the weights alone: "
+                "fabric.load_raw(path, model)."
+            )
         # Lightning before 2.6 does not know the argument.
         options = {} if weights_only is None else {"weights_only": weights_only}
         left: State = self._kind.load_checkpoint(
