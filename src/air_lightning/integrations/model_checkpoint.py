@@ -7,8 +7,8 @@ What is corrected::
     save_last     a second name for the checkpoint that was just saved, where files can be linked,
                   and not a second save of the same step
     loggers       told of a checkpoint when it is published, on the training thread
-    on_exception  a checkpoint that cannot be saved is a line in the log: the user's error comes out;
-                  a run that ends on a signal has saved already
+    on_exception  a checkpoint that cannot be saved is a line in the log: the user's error comes
+                  out; a run that ends on a signal has saved already
 """
 
 import copy
