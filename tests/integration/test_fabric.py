@@ -202,6 +202,10 @@ def test_roots_and_tools(volume: Volume, tmp_path: Path, root: str) -> None:
     weights = dict(model.state_dict())
     exported = torch.load(export_checkpoint(f"{root}/10", tmp_path / "o.ckpt"), weights_only=True)
     assert_same(dict(exported["net"]), weights)
+    plain = {"net": build(), "step": 0}
+    Fabric(accelerator="cpu", devices=1).load(tmp_path / "o.ckpt", plain, strict=False)
+    assert plain["step"] == 10
+    assert_same(dict(plain["net"].state_dict()), weights)
     export_checkpoint(f"{root}/10", tmp_path / "o.safetensors")
     assert_same(load_file(tmp_path / "o.safetensors"), weights)
     if root.startswith("/Volumes"):

@@ -117,7 +117,14 @@ class AirCheckpointIO(Saves, CheckpointIO):
         """The loaders that were registered, by name."""
         return dict(self._loaders)
 
-    def resume(self, root: PathLike, state: dict[str, Any], *, strict: bool = True) -> str | None:
+    def resume(
+        self,
+        root: PathLike,
+        state: dict[str, Any],
+        *,
+        strict: bool = True,
+        weights_only: bool | None = None,
+    ) -> str | None:
         """Restore everything from the newest valid checkpoint of a Fabric loop.
 
         One rank chooses, all agree. Restored are the state, in place as by ``fabric.load``, loaders
@@ -128,6 +135,7 @@ class AirCheckpointIO(Saves, CheckpointIO):
             root: The directory that holds the checkpoints: a volume path, a URL or a local path.
             state: As of ``fabric.load``.
             strict: Likewise.
+            weights_only: Likewise.
 
         Returns:
             The checkpoint's path, or None where there is none: nothing was changed then.
@@ -141,7 +149,7 @@ class AirCheckpointIO(Saves, CheckpointIO):
                 "resume(root, state) was called, and the plugin is attached to no Fabric. Call "
                 "attach(fabric) first. (Under a Trainer, AirResume resumes.)"
             )
-        return self._fabric.resume(root, state, strict=strict)
+        return self._fabric.resume(root, state, strict=strict, weights_only=weights_only)
 
     def save_on_all_ranks(
         self,

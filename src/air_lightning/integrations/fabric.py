@@ -282,7 +282,9 @@ class FabricBinding:
         )
         return left
 
-    def resume(self, root: Any, state: State, *, strict: bool) -> str | None:
+    def resume(
+        self, root: Any, state: State, *, strict: bool, weights_only: bool | None
+    ) -> str | None:
         """Load the newest valid checkpoint below a root, as rank 0 finds it."""
         with_moments = any(isinstance(value, torch.optim.Optimizer) for value in state.values())
         self.io.connect()
@@ -296,8 +298,10 @@ class FabricBinding:
 
         (path,) = self._agree(newest)
         if path is not None:
+            # Lightning before 2.6 does not know the argument.
+            options = {} if weights_only is None else {"weights_only": weights_only}
             with self._restoring_all():
-                self._fabric.load(path, state, strict=strict)
+                self._fabric.load(path, state, strict=strict, **options)
         return path
 
     @contextmanager
