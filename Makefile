@@ -3,7 +3,10 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed-$(shell cat pyproject.toml constraints.txt | cksum | cut -d' ' -f1)
-PYTEST := $(BIN)/python -m pytest
+# Tests wait much (for forks, mounts and limits): two at a time take little more than half as long.
+# `make test JOBS=0` runs them one after the other, in one process.
+JOBS ?= 2
+PYTEST := $(BIN)/python -m pytest -n $(JOBS) --maxschedchunk 1
 
 .PHONY: demo test check lint docs bench clean
 
@@ -42,6 +45,7 @@ bench: $(STAMP)  ## speed and memory against the peers, ratios in one run
 	$(BIN)/python benchmarks/load.py
 	$(BIN)/python benchmarks/scale.py
 	$(BIN)/python benchmarks/stream.py
+	$(BIN)/python benchmarks/resume.py
 	$(BIN)/python benchmarks/metrics.py
 
 clean:

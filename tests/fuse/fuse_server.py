@@ -66,6 +66,7 @@ class PassThrough:
         plan = read_plan(self._control)
         self._delays = plan["delays"]
         self._bandwidth, self._per_stream = plan["bandwidth"], plan["stream_bandwidth"]
+        self._ghosts = plan["ghosts"]
         self._faults = {}
         for number, fault in enumerate(plan["faults"]):
             self._faults.setdefault(fault["operation"], []).append((number, fault))
@@ -74,7 +75,8 @@ class PassThrough:
         """Be slow, fail, or give the path beneath; and whether a read is to be short."""
         with self._lock:
             self._shared.counts[self._number[operation]] += 1
-            os.write(self._log, f"{operation} {path}\n".encode(errors="surrogateescape"))
+            line = f"{operation} {path}".replace("\n", "\\n")
+            os.write(self._log, f"{line}\n".encode(errors="surrogateescape"))
             if self._shared.head[0] != self._version:
                 self._load()
             fault = self._fault(operation, path)
@@ -98,6 +100,12 @@ class PassThrough:
                 if used >= fault["after"]:
                     return fault
         return None
+
+    def _is_hidden(self, path: str) -> bool:
+        return any(
+            fault["hidden"] and fault["name"] in path and self._shared.used[number] < fault["times"]
+            for number, fault in self._faults.get("getattr", ())
+        )
 
     def _strikes(self, number: int, fault: dict) -> bool:
         if fault["rate"] >= 1:
@@ -136,6 +144,9 @@ class PassThrough:
         beneath, _ = self._meet("readdir", path)
         with os.scandir(beneath) as entries:
             listed = [(entry.name, _type(entry), 0) for entry in entries]
+        listed = [entry for entry in listed if not self._is_hidden(f"{path}/{entry[0]}")]
+        ghosts = [os.path.split(ghost) for ghost in self._ghosts]
+        listed += [(name, {"st_mode": stat.S_IFDIR}, 0) for head, name in ghosts if head == path]
         if self._delays.get("entry"):
             time.sleep(self._delays["entry"] * len(listed))
         if not self._types:

@@ -9,6 +9,8 @@ test's interpreter lock nor its death is in the way. While it is in use::
     mount.fail("open", EIO, rate=0.03, seed=1)     errors
     mount.hang("read", seconds=4, times=1)         answers that do not come for a while
     mount.shorten(times=1)      reads that give half of what is there
+    mount.hide("a", times=9)    names that it does not know yet
+    mount.haunt("/b")           a directory that it still lists
     mount.go_away(), mount.come_back()             unmounted, or dead
     mount.heal()                none of these faults and delays any more
     mount.counts(), mount.calls()                  what was asked of it
@@ -90,9 +92,23 @@ class Mount(str):
         """Let reads give half of the bytes, without an error."""
         self._add("read", short=True, name=name, times=times, rate=rate, seed=seed)
 
+    def hide(self, name: str, *, times: int = 1 << 30) -> None:
+        """Know nothing of paths that contain ``name``, as of what was written elsewhere just now.
+
+        Args:
+            name: A part of the paths.
+            times: How often they are asked for in vain, until they are there.
+        """
+        self._add("getattr", errno=errno.ENOENT, name=name, times=times, hidden=True)
+
+    def haunt(self, path: str) -> None:
+        """List a directory, as ``/a/b``, that is none: one that was deleted elsewhere just now."""
+        self._update(lambda plan: plan["ghosts"].append(path))
+
     def heal(self) -> None:
         """Fail no more, and answer at once."""
         healthy = {"delays": {}, "faults": [], "bandwidth": 0.0, "stream_bandwidth": 0.0}
+        healthy["ghosts"] = []
         self._update(lambda plan: plan.update(healthy))
         for number in range(len(self._shared.used)):
             self._shared.used[number] = 0
@@ -148,6 +164,7 @@ _NO_FAULT = {
     "rate": 1.0,
     "seed": 0,
     "after": 0,
+    "hidden": False,
 }
 
 
@@ -190,7 +207,7 @@ def slow_mount(
         file.truncate(SHARED_BYTES)
     delays = {"open": open_delay_s, "read": read_delay_s, "readdir": list_delay_s}
     delays["entry"] = entry_delay_s
-    plan = {"delays": delays, "faults": []}
+    plan = {"delays": delays, "faults": [], "ghosts": []}
     plan |= {"bandwidth": bandwidth, "stream_bandwidth": stream_bandwidth}
     _write_plan(control, plan)
     if entry_timeout_s is None:

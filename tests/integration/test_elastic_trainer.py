@@ -144,6 +144,21 @@ def test_killed_and_restarted_on_other_grids_within_one_epoch(run: Run, tmp_path
         assert_same(result(other, rank), result(last, rank))
 
 
+def test_two_ranks_become_three_and_four_and_two_again(run: Run) -> None:
+    """2 x 1, 3 x 2, 2 x 1, 4 x 1 and 2 x 2 ranks and workers share one epoch, each file once."""
+    run = replace(run, every_n_steps=1, trainer=(("max_epochs", 1),))
+    trained: list[dict[str, Any]] = []
+    # Of 44 files 8, then 12, then 8, then 8 are known to the checkpoint; 8 are left for 2 x 2.
+    for world_size, num_workers, kill_at in [(2, 1, 2), (3, 2, 4), (2, 1, 6), (4, 1, 7)]:
+        trained += attempt(
+            replace(run, world_size=world_size, num_workers=num_workers, kill_at=kill_at)
+        )
+        assert last_step(run) == kill_at
+    trained += attempt(replace(run, world_size=2, num_workers=2))
+    assert trained_on(trained) == {0: EACH_ONCE}
+    assert {line["batch"] for line in trained} == set(range(9))
+
+
 @pytest.mark.parametrize("save_at_epoch_end", [True, False])
 @pytest.mark.parametrize("limit", ["max_epochs", "max_steps"])
 def test_an_ended_epoch_is_followed_by_the_next_on_another_grid(

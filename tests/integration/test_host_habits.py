@@ -200,6 +200,29 @@ def test_weights_alone_are_not_resumed_from(tmp_path: Path) -> None:
     assert seen == [3]
 
 
+def test_weights_saved_later_to_the_same_path_are_not_resumed_from(tmp_path: Path) -> None:
+    """Of a path's two names the one with the state is resumed from, also if that is the older."""
+    root = tmp_path / "c"
+    trainer = trainer_with(saving(root, every_n_train_steps=3, filename="last"))
+    fit(trainer)
+    io = AirCheckpointIO()
+    weights = {"global_step": 1, "state_dict": trainer.lightning_module.state_dict()}
+    io.save_checkpoint(weights, tmp_path / "weights")
+    io.wait()
+    # As on a volume that refuses to rename, by a process that was killed before it deleted the old.
+    os.rename(tmp_path / "weights", root / "last.ckpt.alt")
+    assert find_latest_valid(root) == f"{root}/last.ckpt.alt"
+    seen: list[int] = []
+
+    class Start(Callback):
+        def on_train_start(self, trainer: Any, module: Any) -> None:
+            seen.append(trainer.global_step)
+
+    fit(trainer_with(AirResume(str(root)), Start()))
+    fit(trainer_with(Start()), ckpt_path=str(root / "last.ckpt"))
+    assert seen == [3, 3]
+
+
 def test_wrapped_in_another_io() -> None:
     """Inside Lightning's AsyncCheckpointIO only rank 0 would save: refused at set-up."""
     trainer = trainer_with(plugins=[AsyncCheckpointIO(AirCheckpointIO())])

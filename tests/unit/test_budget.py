@@ -49,12 +49,13 @@ def test_few_files_enter_until_a_size_is_known():
 
 
 class CountingStorage:
-    """A storage that notes the most bytes that are downloaded at once."""
+    """A storage that notes the most bytes downloaded at once; the first one waits for another."""
 
     def __init__(self, storage) -> None:
         self._storage = storage
         self._lock = threading.Lock()
         self._bytes = 0
+        self._overlap = threading.Event()
         self.most = 0
 
     def __getattr__(self, name):
@@ -62,6 +63,7 @@ class CountingStorage:
 
     def download(self, info, destination):
         self._add(info.size)
+        self._overlap.wait(10)
         try:
             return self._storage.download(info, destination)
         finally:
@@ -70,6 +72,8 @@ class CountingStorage:
     def _add(self, size):
         with self._lock:
             self._bytes += size
+            if 0 < self.most < self._bytes:
+                self._overlap.set()
             self.most = max(self.most, self._bytes)
 
 

@@ -155,6 +155,18 @@ def test_without_times_the_step_decides_between_two_saves_of_a_path() -> None:
     assert as_published(alike)[-1].path == "x.alt"
 
 
+def test_weights_replace_nothing_that_can_be_resumed_from(tmp_path: Path) -> None:
+    """Weights saved later to a path, at whatever step, leave the state that lies beside them."""
+    state = make(tmp_path, "last.ckpt", step=10, time=1.0)
+    make(tmp_path, "other", step=5, time=1.0)
+    later = make(tmp_path, "last.ckpt.alt", step=3, time=2.0)
+    document = json.loads(Path(later, MANIFEST).read_bytes())
+    document["weights_only"] = True
+    Path(later, MANIFEST).write_text(json.dumps(document))
+    assert find_latest_valid(tmp_path, resumable=True) == state
+    assert find_latest_valid(tmp_path) == f"{tmp_path}/other"
+
+
 def no_marker(path: str) -> None:
     """Killed before the commit."""
     os.remove(f"{path}/{METADATA}")
@@ -445,6 +457,74 @@ def test_pruning_keeps_or_deletes_all_names_of_a_checkpoint(
     assert sorted(os.listdir(root)) == sorted(set(before) - set(wanted))
     for left in os.listdir(root):
         assert verify_checkpoint(root / left).valid
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    families=st.lists(
+        st.tuples(
+            st.sampled_from(["step={}.ckpt", "{}", "epoch=0-step={}", "model-{}-of-9"]),
+            st.sampled_from(["true", "false", "none"]),
+            st.dictionaries(
+                st.integers(0, 60),
+                st.tuples(st.sampled_from(["whole", "torn", "foreign"]), st.booleans()),
+                max_size=14,
+            ),
+        ),
+        max_size=3,
+        unique_by=lambda family: family[0],
+    ),
+    resumable=st.booleans(),
+)
+def test_the_search_finds_what_a_look_at_all_would(
+    tmp_path_factory: pytest.TempPathFactory, families: list[Any], resumable: bool
+) -> None:
+    """Whether a family's names tell the steps or not, what is newest is what is found."""
+    root = tmp_path_factory.mktemp("search")
+    for shape, told, members in families:
+        for number, (state, weights_only) in members.items():
+            name = shape.format(number)
+            recorded = {"true": step_in_name(name), "false": 1000 - number, "none": None}[told]
+            make_state(root / name, state, recorded, weights_only)
+    looked = [record for record in list_checkpoints(root) if record.valid]
+    wanted = [record.path for record in looked if not (resumable and record.weights_only)]
+    assert find_latest_valid(root, resumable=resumable) == next(iter(wanted), None)
+
+
+def make_state(path: Path, state: str, step: int | None, weights_only: bool) -> None:
+    """A directory: a whole checkpoint, one that lacks a shard's bytes, or none at all."""
+    path.mkdir()
+    if state == "foreign":
+        (path / "notes.txt").touch()
+        return
+    size = 1 if state == "whole" else 2
+    manifest = Manifest(
+        {"__0_0.distcp": FileRecord(size, None)}, global_step=step, weights_only=weights_only
+    )
+    (path / MANIFEST).write_bytes(manifest.to_bytes())
+    (path / "__0_0.distcp").write_bytes(b"x")
+    (path / METADATA).write_bytes(b"m")
+
+
+def test_a_large_foreign_directory_is_not_listed_to_its_end(tmp_path: Path) -> None:
+    """Beside checkpoints, folders of data with higher numbers are passed over without a word."""
+    sound = make(tmp_path, "step_1", step=1)
+    (tmp_path / "images2024").mkdir()
+    for number in range(1100):
+        (tmp_path / "images2024" / f"{number}.png").touch()
+    assert find_latest_valid(tmp_path) == sound
+    assert named(list_checkpoints(tmp_path)) == ["step_1"]
+
+
+def test_links_that_lead_nowhere_or_in_circles_are_passed_over(tmp_path: Path) -> None:
+    """A root with odd links beside its checkpoints is searched like any other."""
+    sound = make(tmp_path, "step_1", step=1)
+    os.symlink("loop=9", tmp_path / "loop=9")
+    os.symlink("nowhere", tmp_path / "step_9")
+    os.symlink("x" * 300, tmp_path / "step_8")  # a name that no directory can have
+    os.symlink("step_1", tmp_path / "last")
+    assert find_latest_valid(tmp_path) in (sound, f"{tmp_path}/last")
+    assert sorted(named(list_checkpoints(tmp_path))) == ["last", "step_1"]
 
 
 def test_removing_takes_directories_and_files(tmp_path: Path) -> None:

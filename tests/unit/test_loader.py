@@ -891,3 +891,19 @@ def test_an_abandoned_pass_in_batches_of_another_size_is_begun_again():
     next(iter(loader))
     assert next(iter(loader)) == [0, 1, 2, 3]
     assert loader.epoch == 0
+
+
+def test_the_worker_whose_batch_is_needed_first_starts_first():
+    """After a resume too, when that may be the last of many: a fork takes its time."""
+    whole = [batch.tolist() for batch in DataLoader(Numbers(24), batch_size=2, num_workers=3)]
+    loader = DataLoader(Numbers(24), batch_size=2, num_workers=3)
+    batches = iter(loader)
+    for _ in range(5):
+        next(batches)
+    state = loader.state_dict()
+    assert state["next_worker"] == 2
+    resumed = DataLoader(Numbers(24), batch_size=2, num_workers=3)
+    resumed.load_state_dict(state)
+    assert [batch.tolist() for batch in resumed] == whole[5:]
+    zero, one, two = (worker.pid for worker in resumed._iterator._workers)
+    assert two < zero < one

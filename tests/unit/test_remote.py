@@ -1,5 +1,10 @@
 """Stores behind fsspec that are unlike the others: keys that are no paths, and unknown sizes."""
 
+import sys
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import fsspec
@@ -8,7 +13,9 @@ from fsspec import AbstractFileSystem
 
 from air_lightning.data.dataset import UCVolumeDataset
 from air_lightning.errors import InvalidPathError, StorageError
+from air_lightning.volumes.remote import FsspecStorage
 from air_lightning.volumes.storage import open_storage
+from ranks import run_ranks
 
 
 class Flat(AbstractFileSystem):
@@ -99,3 +106,46 @@ def test_what_fsspec_cannot_open_is_refused_as_a_path(url, told):
 def test_colons_in_a_key_are_no_chain():
     """Only what goes on with another URL is one."""
     assert open_storage("memory://bucket/a::b").root == "memory://bucket/a::b"
+
+
+class Served(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.send_header("Content-Length", "1")
+        self.end_headers()
+        self.wfile.write(b"x")
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def url() -> Iterator[str]:
+    """A server that has one byte at every path."""
+    with ThreadingHTTPServer(("127.0.0.1", 0), Served) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join()
+
+
+def read_side_by_side(storages: list[FsspecStorage]) -> None:
+    sys.setswitchinterval(1e-6)
+    for storage in storages:
+        together = threading.Barrier(4)
+
+        def first_read(_: int, storage: Any = storage, together: Any = together) -> bytes:
+            together.wait()
+            return storage.read_bytes("x")
+
+        with ThreadPoolExecutor(4) as pool:
+            assert list(pool.map(first_read, range(4))) == [b"x"] * 4
+
+
+def test_threads_of_a_forked_worker_may_all_be_first(url, tmp_path):
+    """The first reads of a worker, four at once, all go through a client whose loop runs."""
+    storages = [FsspecStorage(url) for _ in range(60)]
+    assert storages[0].read_bytes("x") == b"x"
+    log = tmp_path / "log"
+    assert run_ranks(read_side_by_side, storages, log=log) == [0], log.read_text()[-3000:]

@@ -24,14 +24,6 @@ from air_lightning.errors import CorruptCheckpointError, InvalidArgumentError, S
 from ranks import run_ranks
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _torch_has_set_its_environment():
-    """The first optimizer of a process makes torch set TORCHINDUCTOR_CACHE_DIR."""
-    net = torch.nn.Linear(1, 1)
-    net(torch.ones(1, 1)).sum().backward()
-    torch.optim.AdamW(net.parameters()).step()
-
-
 class SlowWriter(UCVolumeWriter):
     """Writes once it is told to."""
 

@@ -5,6 +5,7 @@ import os
 import re
 import resource
 import subprocess
+import tempfile
 import threading
 import time
 from collections import Counter
@@ -66,6 +67,22 @@ def test_files_ahead_that_find_no_room_come_when_they_are_needed(
     for _ in range(2):
         assert Counter(byte for batch in loader for byte in batch) == Counter(range(24))
     assert loader.statistics()["files_skipped"] == 0
+
+
+@needs_root
+@pytest.mark.parametrize("num_workers", [0, 3])
+def test_a_private_cache_on_a_disk_that_is_too_small_delivers_every_file(
+    bucket, mount, num_workers, monkeypatch
+):
+    """Whole, in each of three epochs: what one worker evicts is never what another one uses."""
+    monkeypatch.setattr(tempfile, "tempdir", str(mount("size=10m")))
+    dataset = UCVolumeDataset(bucket).map(first_byte)
+    loader = DataLoader(dataset, num_workers=num_workers, collate_fn=list)
+    for _ in range(3):
+        assert Counter(byte for batch in loader for byte in batch) == Counter(range(24))
+    assert loader.statistics()["evictions"] > 24
+    # Before the disk goes, with its workers.
+    del loader, dataset
 
 
 @needs_root

@@ -24,14 +24,6 @@ from air_lightning.errors import (
 )
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _torch_has_set_its_environment():
-    """The first optimizer of a process makes torch set TORCHINDUCTOR_CACHE_DIR."""
-    net = torch.nn.Linear(1, 1)
-    net(torch.ones(1, 1)).sum().backward()
-    torch.optim.AdamW(net.parameters()).step()
-
-
 def _save(path, checkpoint, names=(), *, rank_blob=None):
     entries = to_entries(checkpoint, optimizer_names=names, rank=0, rank_blob=rank_blob or {})
     planner.save(entries, UCVolumeWriter(str(path)), process_group=None, no_dist=True)

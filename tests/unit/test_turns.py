@@ -155,7 +155,7 @@ def test_a_few_downloads_may_always_be_on_their_way(workers):
 def test_the_bytes_on_their_way_grow_with_what_arrives():
     """Slower than what arrives, and up to a limit."""
     turn = Turns(1, 8).turn(0, 0)
-    for arrived, limit in [(400, FIRST_BYTES + 100), (100 * MAX_BYTES, MAX_BYTES)]:
+    for arrived, limit in [(1600, FIRST_BYTES + 100), (100 * MAX_BYTES, MAX_BYTES)]:
         with turn.under_way(arrived):
             pass
         with on_their_way(turn, limit - 1, *[0] * ALWAYS):

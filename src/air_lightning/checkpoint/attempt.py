@@ -8,7 +8,8 @@ A writer that overwrites must first make the old checkpoint none; killed then, n
     save     ...
     settle   after publication: the other one is deleted, and ``<path>.alt`` is renamed to
              ``<path>`` where directories can be renamed; elsewhere it keeps its name
-    newest   what loading ``<path>`` means: of the two, the complete one that was published last
+    newest   what loading ``<path>`` means: of the two, the complete one that was published last;
+             to resume, of those that do not hold weights alone
 """
 
 import contextlib
@@ -17,6 +18,7 @@ from typing import Any
 
 from air_lightning.checkpoint.catalog import CheckpointRecord, remove_checkpoint, verify_checkpoint
 from air_lightning.checkpoint.order import SUFFIX, as_published, both
+from air_lightning.checkpoint.search import each
 from air_lightning.errors import AirError, CheckpointError, SaveFailedError
 from air_lightning.volumes import path as paths
 from air_lightning.volumes.storage import open_storage
@@ -61,13 +63,28 @@ def settle(written: str, options: dict[str, Any] | None) -> None:
 
 def newest(path: str, options: dict[str, Any] | None) -> str:
     """The name under which a checkpoint of ``path`` is; ``path`` itself where there is none."""
+    found = newest_whole(path, options)
+    return path if found is None else found.path
+
+
+def newest_whole(
+    path: str, options: dict[str, Any] | None, *, resumable: bool = False
+) -> CheckpointRecord | None:
+    """The complete checkpoint of ``path`` that was published last.
+
+    Args:
+        path: Where it was saved to.
+        options: Passed to fsspec.
+        resumable: Prefer one that a run can be resumed from.
+    """
     found = _complete_ones(path, options)
-    return found[-1].path if found else path
+    usable = [record for record in found if not (resumable and record.weights_only)]
+    return next(iter([*reversed(usable), *reversed(found)]), None)
 
 
 def _complete_ones(path: str, options: dict[str, Any] | None) -> list[CheckpointRecord]:
     """What is complete under the two names, the one published last at the end."""
-    records = [_complete(name, options) for name in both(path)]
+    records = each(lambda name: _complete(name, options), both(path))
     return as_published(record for record in records if record is not None)
 
 

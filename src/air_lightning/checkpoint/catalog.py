@@ -7,27 +7,21 @@ with a reason, and never an exception: one bad directory must not stop a resume.
 
 Newest means the highest global step recorded in the manifest, else in the directory's name. Times
 of modification only break ties; on object stores they mean little. Of two saves of one path, the
-later one is newer whatever its step (``order``).
+later one is newer whatever its step (``order``). ``search`` finds it by a look at few of them.
 """
 
 import logging
 import os
-from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from air_lightning.checkpoint.examine import (
-    Candidate,
-    CheckpointRecord,
-    examine,
-    examine_deep,
-    look,
-)
+from air_lightning.checkpoint.examine import CheckpointRecord, examine, examine_deep, look
 from air_lightning.checkpoint.manifest import MANIFEST, METADATA, is_missing
 from air_lightning.checkpoint.order import newest_first
 from air_lightning.checkpoint.retention import condemned, is_link
+from air_lightning.checkpoint.search import Search, each
 from air_lightning.errors import CheckpointError, CorruptCheckpointError, InvalidArgumentError
 from air_lightning.volumes import path as paths
+from air_lightning.volumes.base import Entry
 from air_lightning.volumes.storage import open_storage
 
 __all__ = [
@@ -42,7 +36,6 @@ __all__ = [
 ]
 
 _log = logging.getLogger("air_lightning")
-_LOOKERS = 8  # directories looked at together: each look is a few requests that cost milliseconds
 _REMEDY = "find_latest_valid(root) names the newest sound checkpoint."
 
 Path = str | os.PathLike[str]
@@ -65,7 +58,8 @@ def list_checkpoints(
         StorageError: ``root`` itself cannot be listed.
     """
     children = _children(root, storage_options)
-    records = _each(examine, _candidates(children, storage_options))
+    candidates = each(lambda child: look(child, storage_options), children)
+    records = [record for record in each(examine, candidates) if record is not None]
     return newest_first(records, lambda record: record.valid)
 
 
@@ -85,28 +79,34 @@ def find_latest_valid(
         InvalidPathError: ``root`` is no path.
         StorageError: ``root`` itself cannot be listed.
     """
+    record = newest_valid(root, resumable=resumable, storage_options=storage_options)
+    return None if record is None else record.path
+
+
+def newest_valid(
+    root: Path,
+    *,
+    resumable: bool = False,
+    storage_options: dict[str, Any] | None = None,
+    listed: list[Entry] | None = None,
+) -> CheckpointRecord | None:
+    """As :func:`find_latest_valid`, and return its record; ``listed`` as of ``list_root``."""
     told: set[str] = set()
-    before: tuple[list[str], dict[str, str | None]] | None = None
+    before: tuple[list[str], list[CheckpointRecord]] | None = None
     while True:
         # Between listing and looking, a running job may publish a checkpoint and delete the one
         # before it: neither is then found whole, though one was at every moment. So look again,
         # until nothing changes.
-        reasons: dict[str, str | None] = {}
-        children = _children(root, storage_options)
-        candidates = _candidates(children, storage_options)
-        for candidate in _newest_first(candidates):
-            if resumable and candidate.record.weights_only:
-                continue
-            record = examine(candidate)
-            if record.valid:
-                return record.path
-            reasons[record.path] = record.reason
+        children = _children(root, storage_options, listed)
+        listed = None
+        found, passed = Search(children, storage_options, resumable=resumable).run()
+        for record in passed:
             if record.path not in told:
                 told.add(record.path)
                 _log.warning("Passing over the checkpoint %s: %s.", record.path, record.reason)
-        if not children or (children, reasons) == before:
-            return None
-        before = children, reasons
+        if found is not None or not children or (children, passed) == before:
+            return found
+        before = children, passed
 
 
 def verify_checkpoint(
@@ -126,12 +126,12 @@ def verify_checkpoint(
     """
     target = paths.normalize(path, allow_local=True)
     candidate = look(target, storage_options)
-    if candidate is None:
+    record = examine(candidate)
+    if record is None:
         raise CheckpointError(
             f"{target} holds no checkpoint; wanted a directory with {METADATA} and shard files. "
             "list_checkpoints(root) and `air-lightning ls ROOT` show which there are."
         )
-    record = examine(candidate)
     if record.valid and deep:
         record = examine_deep(candidate, record)
     if not record.valid:
@@ -210,38 +210,26 @@ def _remove_file(path: str, options: dict[str, Any] | None) -> None:
     parent.remove(paths.name(path))
 
 
-def _children(root: Path, options: dict[str, Any] | None) -> list[str]:
-    """The directories directly below a root."""
+def list_root(root: Path, options: dict[str, Any] | None) -> list[Entry]:
+    """What is directly below a root; nothing for a missing one."""
     target = paths.normalize(root, allow_local=True)
-    storage = open_storage(target, allow_local=True, storage_options=options)
     try:
-        entries = storage.list_dir()
+        return open_storage(target, allow_local=True, storage_options=options).list_dir()
     except FileNotFoundError:
         return []
+
+
+def _children(
+    root: Path, options: dict[str, Any] | None, listed: list[Entry] | None = None
+) -> list[str]:
+    """The directories directly below a root."""
+    target = paths.normalize(root, allow_local=True)
+    entries = list_root(target, options) if listed is None else listed
     return [
         paths.join(target, entry.name)
         for entry in entries
         if entry.is_dir and not entry.name.startswith(".")
     ]
-
-
-def _candidates(children: list[str], options: dict[str, Any] | None) -> list[Candidate]:
-    return [c for c in _each(lambda child: look(child, options), children) if c is not None]
-
-
-def _newest_first(candidates: list[Candidate]) -> list[Candidate]:
-    by_path = {candidate.record.path: candidate for candidate in candidates}
-    records = [candidate.record for candidate in candidates]
-    ordered = newest_first(records, lambda record: examine(by_path[record.path]).valid)
-    return [by_path[record.path] for record in ordered]
-
-
-def _each(look: Callable[[Any], Any], items: Iterable[Any]) -> list[Any]:
-    waiting = list(items)
-    if len(waiting) <= 1:
-        return [look(item) for item in waiting]
-    with ThreadPoolExecutor(min(_LOOKERS, len(waiting)), "air-catalog") as pool:
-        return list(pool.map(look, waiting))
 
 
 def _require_positive(name: str, value: object) -> None:

@@ -1,8 +1,9 @@
 """One directory, judged: is it a whole checkpoint, and if not, why; no torch.
 
 Two steps, so that choosing the newest of many lists the files of few: ``look`` reads the marker
-and the manifest, which tell the step; ``examine`` holds the listed files against the manifest.
-What cannot be read is a reason, never an exception.
+and the manifest, which tell the step; ``examine`` lists the files, and holds them against the
+manifest or, without a marker, sees whether a save left them. What cannot be read is a reason, never
+an exception.
 """
 
 from dataclasses import dataclass, replace
@@ -21,9 +22,10 @@ from air_lightning.checkpoint.manifest import (
     step_in_name,
 )
 from air_lightning.errors import AirError, UnsafeCheckpointError
-from air_lightning.volumes.storage import Storage, open_storage
+from air_lightning.volumes.storage import FileInfo, Storage, open_storage
 
 _PIECE = 8 << 20
+_GLANCE = 1000  # entries
 
 
 @dataclass(frozen=True)
@@ -55,7 +57,7 @@ class CheckpointRecord:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A directory with files of a checkpoint: a record that is not yet judged by its files."""
+    """A directory, perhaps a checkpoint's: a record that is not yet judged by its files."""
 
     record: CheckpointRecord
     storage: Storage
@@ -63,42 +65,29 @@ class Candidate:
     marker_size: int | None
 
 
-def look(path: str, options: dict[str, Any] | None) -> Candidate | None:
-    """Read marker and manifest; None when nothing here is of a checkpoint."""
+def look(path: str, options: dict[str, Any] | None) -> Candidate:
+    """Read marker and manifest, in the fewest requests."""
     storage = open_storage(path, allow_local=True, storage_options=options)
     record = CheckpointRecord(path, step=step_in_name(path))
+    marker: FileInfo | None = None
     try:
         marker = storage.stat(METADATA)
+        record = replace(record, time=marker.mtime or None)
+        manifest = read_manifest(storage)
+        if manifest is None:
+            # A mount may tell of a file for a while after it was deleted; it cannot be opened then.
+            storage.read_bytes(METADATA, 0, 1)
     except (OSError, AirError) as error:
         if isinstance(error, OSError) and is_missing(error):
-            return _look_unmarked(storage, record)
-        return Candidate(_unreadable(record, error), storage, None, None)
-    record = replace(record, time=marker.mtime or None)
-    try:
-        manifest = read_manifest(storage)
-    except (OSError, AirError) as error:
-        return Candidate(_unreadable(record, error), storage, None, marker.size)
+            return Candidate(replace(record, time=None), storage, None, None)
+        size = None if marker is None else marker.size
+        return Candidate(_unreadable(record, error), storage, None, size)
     return Candidate(_with_manifest(record, manifest), storage, manifest, marker.size)
 
 
-def _look_unmarked(storage: Storage, record: CheckpointRecord) -> Candidate | None:
-    try:
-        names = [entry.name for entry in storage.list_dir() if not entry.is_dir]
-        files = [storage.stat(name) for name in names if is_ours(name)]
-    except (OSError, AirError) as error:
-        if isinstance(error, OSError) and is_missing(error):
-            return None  # it went while we looked, or never was
-        return Candidate(_unreadable(record, error), storage, None, None)
-    if not files:
-        return None
-    reason = f"it has no {METADATA}: the save into it never completed, or still runs"
-    record = replace(
-        record,
-        time=max(file.mtime for file in files) or None,
-        size=sum(file.size for file in files),
-        reason=reason,
-    )
-    return Candidate(record, storage, None, None)
+def _names(storage: Storage, limit: int | None = None) -> list[str]:
+    entries = storage.list_dir(limit=limit)
+    return [entry.name for entry in entries if not entry.is_dir and is_ours(entry.name)]
 
 
 def _with_manifest(record: CheckpointRecord, manifest: Manifest | None) -> CheckpointRecord:
@@ -118,11 +107,13 @@ def _unreadable(record: CheckpointRecord, error: Exception) -> CheckpointRecord:
     return replace(record, valid=False, reason=f"it cannot be read: {error}")
 
 
-def examine(candidate: Candidate) -> CheckpointRecord:
-    """Judge a candidate by the sizes of its files."""
+def examine(candidate: Candidate) -> CheckpointRecord | None:
+    """Judge a candidate by the sizes of its files; None when nothing here is of a checkpoint."""
     record, marker = candidate.record, candidate.marker_size
-    if record.reason is not None or marker is None:
+    if record.reason is not None:
         return record
+    if marker is None:
+        return _examine_unmarked(candidate.storage, record)
     try:
         sizes = {file.name: file.size for file in candidate.storage.list_files(sizes=True)}
     except (OSError, AirError) as error:
@@ -130,6 +121,24 @@ def examine(candidate: Candidate) -> CheckpointRecord:
     sizes[METADATA] = marker
     reason = _wrong_size(candidate.manifest, sizes)
     return replace(record, size=sum(sizes.values()), valid=reason is None, reason=reason)
+
+
+def _examine_unmarked(storage: Storage, record: CheckpointRecord) -> CheckpointRecord | None:
+    try:
+        # What a save left has hardly another file in it; a folder of a million images ends here.
+        if not _names(storage, limit=_GLANCE):
+            return None
+        files = [storage.stat(name) for name in _names(storage)]
+    except (OSError, AirError) as error:
+        if isinstance(error, OSError) and is_missing(error):
+            return None  # it went while we looked, or never was
+        return _unreadable(record, error)
+    return replace(
+        record,
+        time=max((file.mtime for file in files), default=0.0) or None,
+        size=sum(file.size for file in files),
+        reason=f"it has no {METADATA}: the save into it never completed, or still runs",
+    )
 
 
 def _wrong_size(manifest: Manifest | None, sizes: dict[str, int]) -> str | None:

@@ -191,8 +191,18 @@ def load(
     *,
     process_group: dist.ProcessGroup | None,
     no_dist: bool,
+    metadata: Metadata | None = None,
 ) -> Metadata:
     """Load into ``entries`` in place: tensors are filled, objects replaced.
+
+    Args:
+        entries: By their names.
+        reader: Of the checkpoint.
+        planner: A new one.
+        process_group: The ranks that load together.
+        no_dist: Load alone.
+        metadata: What the load before this one by the same reader returned, so that nothing is read
+            twice; heeded with ``no_dist`` alone.
 
     Returns:
         The checkpoint's metadata.
@@ -201,10 +211,11 @@ def load(
         BaseException: Whatever failed on a rank, this rank's failure first.
     """
     if no_dist:
-        reader.reset()
-        metadata: Metadata = reader.read_metadata()
+        if metadata is None:
+            reader.reset()
+            metadata = reader.read_metadata()
+            reader.set_up_storage_reader(metadata, True)
         planner.set_up_planner(entries, metadata, True)
-        reader.set_up_storage_reader(metadata, True)
         local = reader.prepare_local_plan(planner.create_local_plan())
         plans = reader.prepare_global_plan(planner.create_global_plan([local]))
         reader.read_data(planner.finish_plan(plans[0]), planner).wait()

@@ -110,7 +110,7 @@ class Stored:
         self._ranks: dict[str, Any] = {"process_group": process_group, "no_dist": no_dist}
         blobs: dict[str, Any] = {TRAINER_KEY: None, rank_key(rank): None}
         planner = LoadPlanner(weights_only=weights_only, allow_partial_load=True)
-        metadata = load(blobs, reader, planner, **self._ranks)
+        self._metadata = load(blobs, reader, planner, **self._ranks)
         self.where = str(getattr(reader, "checkpoint_id", reader))
         content = checked_trainer(blobs[TRAINER_KEY], self.where)
         self.checkpoint: dict[Any, Any] = content["checkpoint"]
@@ -119,7 +119,8 @@ class Stored:
         self._scalars = content["scalars"]
         self._places = unpack_places(content["places"])
         self._sizes = {
-            place.key: _tensor_metadata(metadata, place.key, self.where) for place in self._places
+            place.key: _tensor_metadata(self._metadata, place.key, self.where)
+            for place in self._places
         }
 
     def leave_out(self, keys: Iterable[Any]) -> None:
@@ -159,7 +160,8 @@ class Stored:
             place.key: _room(place, self._sizes[place.key], known, self.where)
             for place in self._places
         }
-        load(tensors, self._reader, LoadPlanner(weights_only=self._weights_only), **self._ranks)
+        planner = LoadPlanner(weights_only=self._weights_only)
+        load(tensors, self._reader, planner, metadata=self._metadata, **self._ranks)
         for place in self._places:
             put(self.checkpoint, place.path, _as_saved(tensors[place.key], place))
         for packed, paths in self._scalars:

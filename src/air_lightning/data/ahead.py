@@ -5,7 +5,8 @@ A file's way::
     look       in the cache already: seen, and not held before its turn
     queue      else a task for this process's threads, in the stream's order          pool.py
     fetch      size and time are asked for where the listing did not give them        cache.py
-    take       in order; an error surfaces at its own file, and so does a download that stands still
+    take       in order, noted or locked; an error surfaces at its own file,   notes.py, leases.py
+               and so does a download that stands still
 
 What is ahead is held loosely: it goes where another file is needed at once, and what finds no room
 is put off. When its turn comes, such a file is fetched again, and then it takes the room.
@@ -23,10 +24,11 @@ from air_lightning.data.cache import FileCache, is_shortage
 from air_lightning.data.counters import bound
 from air_lightning.data.leases import Lease
 from air_lightning.data.listing import FileList
+from air_lightning.data.notes import Row
 from air_lightning.data.pool import Pool, Task
 from air_lightning.data.turns import current_turn
 from air_lightning.errors import AirError
-from air_lightning.volumes.base import UNKNOWN_SIZE, FileInfo
+from air_lightning.volumes.base import UNKNOWN_SIZE
 
 MAX_BYTES = 1 << 30  # bytes of a stream's files that may be ahead
 MAX_DEPTH = 1024  # files; each one that was downloaded ahead takes a file descriptor
@@ -45,12 +47,12 @@ class _File:
     def __init__(self, index: int, number: int) -> None:
         self.index = index
         self.number = number
-        self.seen: FileInfo | None = None
+        self.seen = False
         self.task: Task | None = None
 
     def fell_short(self) -> bool:
         """Whether it is put off: it found no room, or gave up its own."""
-        return self.seen is None and (self.task is None or self.task.fell_short())
+        return not self.seen and (self.task is None or self.task.fell_short())
 
 
 class ReadAhead:
@@ -87,6 +89,7 @@ class ReadAhead:
         self._started = 0
         self._put_off = False
         self._turn = current_turn()
+        self._row = cache.row()
         self._budget = Budget(max_bytes)
         self._pool = Pool(self._depth, self._budget, self._turn)
         if self._depth < depth:
@@ -121,6 +124,8 @@ class ReadAhead:
             self._fill(self._depth)
         try:
             lease = self._lease(file)
+            if self._row is not None and lease is not self._row:
+                self._note(self._row, file.index)
         finally:
             if file.task is not None:
                 self._budget.leave(file.number)
@@ -153,6 +158,8 @@ class ReadAhead:
                 file.task.abandon()
         self._ahead.clear()
         self._pool.close()
+        if self._row is not None:
+            self._row.free()
 
     def _check_process(self) -> None:
         if os.getpid() != self._pid:
@@ -177,15 +184,18 @@ class ReadAhead:
         return True
 
     def _begin(self, index: int) -> _File:
-        info = self._files[index]
         file = _File(index, self._started)
+        self._started += 1
+        if self._row is not None and self._row.knows(index):
+            file.seen = True
+            return file
+        info = self._files[index]
         # Not held: most files are here in every epoch but the first, and two locks for each cost
         # more than fetching one again that had to go meanwhile.
         if info.size != UNKNOWN_SIZE and self._cache.has(info):
-            file.seen = info
+            file.seen = True
         else:
             self._submit(file)
-        self._started += 1
         return file
 
     def _submit(self, file: _File) -> None:
@@ -217,7 +227,7 @@ class ReadAhead:
     def _lease(self, file: _File) -> Lease:
         lease = None
         if file.task is None:
-            lease = None if file.seen is None else self._cache.find(file.seen)
+            lease = self._find(file) if file.seen else None
             if lease is not None:
                 return lease
         else:
@@ -232,6 +242,19 @@ class ReadAhead:
                 return lease
             lease.close()
         return self._fetch_at_once(file.index)
+
+    def _find(self, file: _File) -> Lease | None:
+        """A file that was seen in the cache."""
+        if self._row is not None and self._row.knows(file.index):
+            noted = self._row.lease(file.index)
+            if noted is not None:
+                return noted
+        return self._cache.find(self._files[file.index])
+
+    def _note(self, row: Row, index: int) -> None:
+        """Remember a file that was downloaded or found: the next epoch need not look for it."""
+        if self._cache.is_in_place(self._files[index]):
+            row.saw(index)
 
     def _fetch_at_once(self, index: int) -> Lease:
         try:

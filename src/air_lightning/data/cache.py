@@ -30,6 +30,8 @@ from typing import NoReturn
 from air_lightning.data.counters import READS_THROUGH, count, downloading
 from air_lightning.data.eviction import Evictor, free_bytes, remove_parts
 from air_lightning.data.leases import Lease, hold, is_at, is_whole, lease_if_whole, release, time_of
+from air_lightning.data.listing import FileList
+from air_lightning.data.notes import Notes, Row
 from air_lightning.data.places import Places
 from air_lightning.data.scratch import private_directory, shared_directory
 from air_lightning.errors import FileVanishedError, StorageError
@@ -78,6 +80,7 @@ class FileCache:
         self._directory = directory
         self._remake = remake
         self._told: set[str] = set()
+        self._notes: Notes | None = None
         self._evictor = Evictor(directory, min_free_bytes)
         self._places = Places(directory, storage.root)
 
@@ -96,6 +99,21 @@ class FileCache:
         """Where a file lies once it is here, unless another one is in the way."""
         return self._places.first(info)
 
+    def note(self, files: FileList) -> None:
+        """Note in shared memory which files are in use, where all who could evict share it.
+
+        Args:
+            files: The list that the cache is for.
+        """
+        if not self._remake:
+            place = self._places.place
+            self._notes = Notes(self._directory, len(files), lambda file: place(files.name(file)))
+            self._evictor.spare(self._notes.begin_evictions)
+
+    def row(self) -> Row | None:
+        """A row for the notes of one stream; None where files are locked."""
+        return None if self._notes is None else self._notes.row()
+
     def find(self, info: FileInfo, *, ahead: bool = False) -> Lease | None:
         """A lease of a file that is here; ``ahead`` as of :meth:`fetch`."""
         first = lease_if_whole(self._places.first(info), info, ahead=ahead)
@@ -104,6 +122,10 @@ class FileCache:
     def has(self, info: FileInfo) -> bool:
         """Whether a file is here at this moment; nothing keeps it from going."""
         return is_whole(self._places.first(info), info) or is_whole(self._places.second(info), info)
+
+    def is_in_place(self, info: FileInfo) -> bool:
+        """Whether a file is here, in the place that is its own."""
+        return is_whole(self._places.first(info), info)
 
     def fetch(self, info: FileInfo, *, ahead: bool = False) -> Lease:
         """Have a file here.

@@ -136,6 +136,7 @@ class UCVolumeDataset(IterableDataset[str]):
         except BaseException:
             discard()
             raise
+        self._cache.note(self._files)
         self._file_list_state = {"count": len(self._files), "fingerprint": self._files.fingerprint}
         self._epoch = 0
         self._asked_epoch: int | None = None

@@ -13,7 +13,7 @@ import os
 import re
 import sys
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from air_lightning.data.counters import EVICTIONS, count
 from air_lightning.data.leases import is_ahead, is_at
@@ -47,9 +47,15 @@ class Evictor:
         self._directory = directory
         self.min_free_bytes = _min_free(directory, min_free_bytes)
         self._candidates: deque[str] = deque()
+        self._spared: Callable[[], set[str]] = set
+        self._noted: set[str] = set()
         # Made while there is an inode for it.
         with contextlib.suppress(OSError):
             os.close(self._open_lock())
+
+    def spare(self, noted: Callable[[], set[str]]) -> None:
+        """Say what tells, when an eviction begins, which files are in use without a lock."""
+        self._spared = noted
 
     def could_hold(self, size: int) -> bool:
         """Whether the disk would have room for ``size`` bytes if nothing else was on it."""
@@ -104,10 +110,12 @@ class Evictor:
             # Without a lock too much may go, without an eviction nothing comes any more.
             if not isinstance(error, PermissionError) and error.errno not in FULL_DISK:
                 raise
+            self._noted = self._spared()
             yield
             return
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX)
+            self._noted = self._spared()
             yield
         finally:
             # Explicitly: a child forked in the meantime would keep the lock with its descriptor.
@@ -124,17 +132,22 @@ class Evictor:
             if at_a_time:
                 self._candidates.extend(_by_age(self._directory, at_a_time))
             while self._candidates:
-                evicted = _evict(self._candidates.popleft(), self._directory)
+                evicted = self._evict(self._candidates.popleft())
                 if evicted is not None:
                     return evicted
         return None if ahead else self._evict_ahead()
 
     def _evict_ahead(self) -> int | None:
         for path in reversed(_by_age(self._directory, sys.maxsize)):
-            evicted = _evict(path, self._directory, read_ahead=True)
+            evicted = self._evict(path, read_ahead=True)
             if evicted is not None:
                 return evicted
         return None
+
+    def _evict(self, path: str, *, read_ahead: bool = False) -> int | None:
+        if path in self._noted:
+            return None
+        return _evict(path, self._directory, read_ahead=read_ahead)
 
 
 def free_bytes(directory: str) -> int:

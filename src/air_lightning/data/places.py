@@ -47,7 +47,11 @@ class Places:
 
     def first(self, info: FileInfo) -> str:
         """Where a file is to lie. Its relative path is kept: labels are read off it."""
-        return self._tree + info.name
+        return self.place(info.name)
+
+    def place(self, name: str) -> str:
+        """The first place of the file of a relative path."""
+        return self._tree + name
 
     def second(self, info: FileInfo) -> str:
         """Where this version of it lies if the first place is taken."""

@@ -33,8 +33,8 @@ MAX_SLOTS = 512
 FIRST_BYTES = 128 << 20  # on their way to one loader: a tenth of a second of a fast network
 MAX_BYTES = 1 << 30
 ALWAYS = 8  # downloads, or one for each worker where that is more
-_GROWTH = 4  # bytes that have to arrive for one more to be on its way: batches later than the first
-# take its bandwidth otherwise
+_GROWTH = 16  # bytes that have to arrive for one more to be on its way: later batches take the
+# bandwidth of the first one otherwise
 _POLL_S = (0.001, 0.02)
 _PATIENCE_S = 20.0  # after which a download starts anyhow, whatever the rows say
 

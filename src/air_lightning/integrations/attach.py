@@ -25,6 +25,7 @@ from air_lightning.data.stream import set_share
 from air_lightning.errors import InvalidArgumentError
 from air_lightning.integrations.binding import Binding
 from air_lightning.integrations.checkpoint_io import AirCheckpointIO
+from air_lightning.integrations.other_name import refuse_callbacks
 from air_lightning.integrations.position import enter_next_epoch, start_next_pass
 from air_lightning.integrations.strategies import data_share
 
@@ -113,11 +114,13 @@ def bind(trainer: Trainer) -> Binding | None:
     """Bind a Trainer's strategy to its AirCheckpointIO, once; None when it has another IO.
 
     Raises:
-        InvalidArgumentError: The strategy is one whose state this release cannot save.
+        InvalidArgumentError: The strategy is one whose state this release cannot save, or a
+            callback is another package's that saves.
     """
     strategy = trainer.strategy
     if not _uses_ours(strategy):
         return None
+    refuse_callbacks(_callbacks(trainer))
     binding = bound(trainer)
     if binding is None:
         binding = Binding(trainer)

@@ -4,8 +4,8 @@ Each call of the host takes these steps, on every rank::
 
     save_checkpoint             wait for the save in flight; agree on the path; take this rank's
                                 position; AirCheckpointIO stages, the rest is in the background
-    load_checkpoint             the checkpoint; this rank's blob -> Restorer
-                                sharded: rank 0 finds it, and each rank reads what it holds of it
+    load_checkpoint             rank 0 finds it; each rank reads it once it sees it, too;
+                                if sharded its own part; this rank's blob -> Restorer
     load_model_state_dict       the weights; a checkpoint of another model names the keys
     load_optimizer_state_dict   the moments; sharded strategies are never asked by Lightning, and
                                 get them with the weights
@@ -16,6 +16,7 @@ Each call of the host takes these steps, on every rank::
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any, TypeVar
 
 from lightning.pytorch import Trainer
@@ -32,6 +33,7 @@ from lightning.pytorch.strategies import (
 from lightning.pytorch.trainer.states import TrainerStatus
 
 from air_lightning.checkpoint.restore import read_rank_blobs
+from air_lightning.checkpoint.sight import UNSEEN_S, when_seen
 from air_lightning.checkpoint.state import is_storable
 from air_lightning.checkpoint.together import together
 from air_lightning.errors import (
@@ -43,6 +45,7 @@ from air_lightning.errors import (
 from air_lightning.integrations import files
 from air_lightning.integrations.checkpoint_io import AirCheckpointIO
 from air_lightning.integrations.entrance import Entrance
+from air_lightning.integrations.located import Located, locate, whole
 from air_lightning.integrations.model_checkpoint import (
     Adopted,
     LoggerNotices,
@@ -99,6 +102,7 @@ class Binding:
         self._is_restored = False
         self._prepared = False
         self._saved: tuple[int, str] | None = None
+        self._chosen: str | None = None
         self._entrance = Entrance(self.io.timeout_s)
         self.notices = LoggerNotices(self.io)
         self.io.at_teardown(self.notices.give_at_end)
@@ -218,50 +222,64 @@ class Binding:
         self, checkpoint_path: Any, weights_only: bool | None = None
     ) -> dict[str, Any]:
         """Every rank's part of a load."""
+        is_fit = self._trainer.state.fn == "fit"
+        self.io.wait()
+        located = self._agree(lambda: self._locate(checkpoint_path, is_fit))
         if self._state.restores_all:
             told = self.weights_only if weights_only is None else weights_only
-            checkpoint, blob = self._load_shards(checkpoint_path, told)
+            checkpoint, blob = self._load_shards(located, told)
         else:
-            checkpoint, blob = self.io.load_on_this_rank(checkpoint_path, weights_only=weights_only)
+            checkpoint, blob = self._on_all(
+                located, lambda: self.io.load(located, weights_only=weights_only)
+            )
         _require_trainers(checkpoint, checkpoint_path)
-        if self._trainer.state.fn == "fit":
+        if is_fit:
 
             def read_blobs(ranks: Iterable[int]) -> list[Any]:
-                return self._read_blobs(checkpoint_path, ranks, weights_only)
+                return self._read_blobs(located.target, ranks, weights_only)
 
             self._restorer.arm(blob, self._strategy.broadcast(Origin.of(blob)), read_blobs)
         return checkpoint
 
+    def take(self, chosen: str) -> None:
+        """Note what was found whole a moment ago: it need not be looked for again."""
+        self._chosen = chosen
+
+    def _locate(self, path: Any, is_fit: bool) -> Located:
+        chosen, self._chosen = self._chosen, None
+        if path == chosen:
+            return whole(path)
+        return locate(path, self.io.storage_options, resumable=is_fit)
+
+    def _on_all(self, located: Located, read: Callable[[], _T]) -> _T:
+        """Read on every rank: one that fails alone would leave the others in a collective."""
+        step = read
+        if located.is_whole and not self._trainer.is_global_zero:
+            bound_s = min(UNSEEN_S, self.io.timeout_s / 2)  # others wait for it in a collective
+            step = partial(when_seen, read, located.target, self.io.storage_options, bound_s)
+        return together(step, f"Loading {located.target}", self.io.group)
+
     def _read_blobs(
-        self, checkpoint_path: Any, ranks: Iterable[int], weights_only: bool | None
+        self, target: str, ranks: Iterable[int], weights_only: bool | None
     ) -> list[Any]:
         told = self.weights_only if weights_only is None else weights_only
-        target, _ = self.io.locate(checkpoint_path)
         # Many small reads from as many files: what they cost is the wait for each.
         return read_rank_blobs(self.io.reader(target, thread_count=16), ranks, weights_only=told)
 
     def _load_shards(
-        self, checkpoint_path: Any, weights_only: bool | None
+        self, located: Located, weights_only: bool | None
     ) -> tuple[dict[str, Any], dict[str, Any] | None]:
-        self.io.wait()
-        target, is_lightnings = self._agree(lambda: self.io.locate(checkpoint_path))
-        self._is_restored = is_lightnings
-        if is_lightnings:
-            path = files.place(target)
+        self._is_restored = located.is_lightnings or located.is_file
+        if self._is_restored:
+            path = files.place(located.target)
             # Lightning before 2.6 does not know the argument.
             options = {} if weights_only is None else {"weights_only": weights_only}
             return self._load_lightnings(path, **options), None
         sharding = self._state.sharding()
-        # Ranks read different shards: one that fails alone would leave the others in a collective.
-        return together(
-            lambda: self.io.read(
-                target,
-                weights_only,
-                sharding=sharding,
-                moments=self._trainer.state.fn == "fit",
-            ),
-            f"Loading {target}",
-            self.io.group,
+        moments = self._trainer.state.fn == "fit"
+        return self._on_all(
+            located,
+            lambda: self.io.read(located.target, weights_only, sharding=sharding, moments=moments),
         )
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:

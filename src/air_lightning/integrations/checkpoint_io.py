@@ -26,15 +26,15 @@ from lightning.fabric import Fabric
 from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
 from typing_extensions import override
 
-from air_lightning.checkpoint import attempt
 from air_lightning.checkpoint.catalog import remove_checkpoint
 from air_lightning.checkpoint.dcp import UCVolumeReader
 from air_lightning.checkpoint.order import both
 from air_lightning.checkpoint.saver import AsyncSaver
 from air_lightning.checkpoint.state import read_checkpoint, to_entries, to_keyed_entries
-from air_lightning.errors import InvalidArgumentError
+from air_lightning.errors import CheckpointMismatchError, InvalidArgumentError
 from air_lightning.integrations import files
-from air_lightning.integrations.saving import PathLike, Saves
+from air_lightning.integrations.located import Located, PathLike, locate
+from air_lightning.integrations.saving import Saves
 from air_lightning.volumes import path as volume_path
 
 if TYPE_CHECKING:
@@ -247,25 +247,33 @@ class AirCheckpointIO(Saves, CheckpointIO):
 
         Raises:
             CheckpointError: The directory is no complete checkpoint.
+            CheckpointMismatchError: One of Lightning's sharded strategies saved it.
             CorruptCheckpointError: A file is missing, short or altered.
             UnsafeCheckpointError: Reading it would run code (see ``weights_only``).
         """
-        return self.load_on_this_rank(path, weights_only=weights_only)[0]
+        self.wait()
+        located = locate(path, self.storage_options, resumable=False)
+        return self.load(located, weights_only)[0]
 
-    def load_on_this_rank(
-        self, path: PathLike, *, weights_only: bool | None = None
+    def load(
+        self, located: Located, weights_only: bool | None
     ) -> tuple[dict[str, Any], dict[str, Any] | None]:
-        """Load the Trainer's checkpoint dict and what this rank alone saved.
+        """Load the Trainer's checkpoint dict and what this rank alone saved, by this process alone.
 
         Returns:
             The checkpoint, tensors on the CPU, and this rank's blob; None for the latter where the
             checkpoint has none of this rank.
         """
-        self.wait()
-        target = self._resolve(path)
-        if files.is_file(target, self.storage_options):
-            return files.load_file(target, weights_only), None
-        return self.read(target, weights_only)
+        if located.is_file:
+            return files.load_file(located.target, weights_only), None
+        if located.is_lightnings:
+            raise CheckpointMismatchError(
+                f"{located.target} was saved by Lightning itself under ModelParallelStrategy or "
+                "FSDPStrategy; this strategy does not read that. Resume once under the strategy "
+                "that saved it, with AirCheckpointIO: what that saves resumes under any. "
+                "`air-lightning export` gives its weights."
+            )
+        return self.read(located.target, weights_only)
 
     def read(
         self, target: str, weights_only: bool | None, **options: Any
@@ -292,14 +300,6 @@ class AirCheckpointIO(Saves, CheckpointIO):
         return UCVolumeReader(
             target, verify=self.verify, storage_options=self.storage_options, **options
         )
-
-    def locate(self, path: PathLike) -> tuple[str, bool]:
-        """Where the checkpoint of this path is now, and whether Lightning itself wrote it.
-
-        That is a single file, or a directory of one of its sharded strategies.
-        """
-        target = self._resolve(path)
-        return target, files.is_lightnings(target, self.storage_options)
 
     @override
     def remove_checkpoint(self, path: PathLike) -> None:
@@ -331,7 +331,3 @@ class AirCheckpointIO(Saves, CheckpointIO):
     def at_teardown(self, action: Callable[[], None]) -> None:
         """Run something, instead of what was given before, once the last save has settled."""
         self._then = action
-
-    def _resolve(self, path: PathLike) -> str:
-        target = volume_path.normalize(path, allow_local=True)
-        return attempt.newest(target, self.storage_options)

@@ -20,6 +20,7 @@ Fabric's own entry point (``fabric_entry.py``).
 
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -37,6 +38,7 @@ from lightning.fabric.strategies import (
 
 from air_lightning.checkpoint.catalog import find_latest_valid
 from air_lightning.checkpoint.restore import Stored, read_rank_blobs
+from air_lightning.checkpoint.sight import UNSEEN_S, when_seen
 from air_lightning.checkpoint.state import Entries, to_keyed_entries
 from air_lightning.checkpoint.together import together
 from air_lightning.checkpoint.weights import read_weights
@@ -51,6 +53,7 @@ from air_lightning.integrations import fabric_position, files
 from air_lightning.integrations.checkpoint_io import AirCheckpointIO
 from air_lightning.integrations.entrance import Entrance
 from air_lightning.integrations.fabric_state import Filters, Sorted, State, note_reduced, progress
+from air_lightning.integrations.located import Located, locate
 from air_lightning.integrations.strategies import data_share
 
 _T = TypeVar("_T")
@@ -191,20 +194,24 @@ class FabricBinding:
         """Every rank's part of a load; gives what the state did not ask for."""
         self.io.connect()
         self.io.wait()
-        target, is_lightnings = self._agree(lambda: self.io.locate(path))
+        located = self._agree(lambda: locate(path, self.io.storage_options, resumable=False))
+        target, is_lightnings = located.target, located.is_file or located.is_lightnings
         if isinstance(state, torch.optim.Optimizer) and not is_lightnings:
             raise InvalidArgumentError(
                 f"load_raw({target}) was given a {type(state).__name__}; a directory holds the "
                 'states of several objects by key: fabric.load(path, {"optimizer": optimizer}).'
             )
         if isinstance(state, torch.nn.Module):
-            self._load_raw(target, state, is_lightnings, strict, weights_only)
+            self._load_raw(located, state, strict, weights_only)
             return {}
         if is_lightnings:
-            return self._load_lightnings(target, state, strict, weights_only)
-        return self._load(target, state or {}, strict, weights_only)
+            return self._load_lightnings(located, state, strict, weights_only)
+        return self._load(located, state or {}, strict, weights_only)
 
-    def _load(self, target: str, state: State, strict: bool, weights_only: bool | None) -> State:
+    def _load(
+        self, located: Located, state: State, strict: bool, weights_only: bool | None
+    ) -> State:
+        target = located.target
         values = Sorted(self._strategy, state)
         live = values.live()
 
@@ -217,8 +224,7 @@ class FabricBinding:
             stored.read(live)
             return stored
 
-        # Ranks read different shards: one that fails alone would leave the others in a collective.
-        stored = together(read, f"Loading {target}", self.io.group)
+        stored = self._on_all(located, read)
         values.put(state, stored.checkpoint, strict=strict)
         if values.is_resumed or self._resumes:
             self._restore_position(target, stored, values, strict, weights_only)
@@ -243,9 +249,8 @@ class FabricBinding:
 
     def _load_raw(
         self,
-        target: str,
+        located: Located,
         module: torch.nn.Module,
-        is_lightnings: bool,
         strict: bool,
         weights_only: bool | None,
     ) -> None:
@@ -253,32 +258,42 @@ class FabricBinding:
         live = values.weights("model")
 
         def read() -> Mapping[str, Any]:
-            if is_lightnings and files.is_file(target, self.io.storage_options):
-                return _weights_in(files.load_file(target, weights_only), target)
-            reader = self.io.reader(target)
+            if located.is_file:
+                return files.weights_in(
+                    files.load_file(located.target, weights_only), located.target
+                )
+            reader = self.io.reader(located.target)
             weights: Mapping[str, Any] = read_weights(
                 reader, reader.read_metadata(), weights_only=weights_only, live=live
             )["state_dict"]
             return weights
 
-        saved = together(read, f"Loading {target}", self.io.group)
+        saved = self._on_all(located, read)
         values.put_raw("model", saved, strict=strict)
 
+    def _on_all(self, located: Located, read: Callable[[], _T]) -> _T:
+        """Read on every rank: one that fails alone would leave the others in a collective."""
+        step = read
+        if located.is_whole and not self.is_global_zero:
+            bound_s = min(UNSEEN_S, self.io.timeout_s / 2)  # others wait for it in a collective
+            step = partial(when_seen, read, located.target, self.io.storage_options, bound_s)
+        return together(step, f"Loading {located.target}", self.io.group)
+
     def _load_lightnings(
-        self, target: str, state: Any, strict: bool, weights_only: bool | None
+        self, located: Located, state: Any, strict: bool, weights_only: bool | None
     ) -> State:
         sharded = isinstance(self._strategy, ModelParallelStrategy | FSDPStrategy)
-        if not sharded and not files.is_file(target, self.io.storage_options):
+        if not sharded and not located.is_file:
             raise CheckpointMismatchError(
-                f"{target} was saved by Fabric itself under ModelParallelStrategy or FSDPStrategy, "
-                f"and {self._kind.__name__} does not read that. Load it under such a strategy and "
-                "save it with AirCheckpointIO, which any reads; or take the weights alone: "
-                "fabric.load_raw(path, model)."
+                f"{located.target} was saved by Fabric itself under ModelParallelStrategy or "
+                f"FSDPStrategy, and {self._kind.__name__} does not read that. Load it under such a "
+                "strategy and save it with AirCheckpointIO, which any reads; or take the weights "
+                "alone: fabric.load_raw(path, model)."
             )
         # Lightning before 2.6 does not know the argument.
         options = {} if weights_only is None else {"weights_only": weights_only}
         left: State = self._kind.load_checkpoint(
-            self._strategy, path=files.place(target), state=state, strict=strict, **options
+            self._strategy, path=files.place(located.target), state=state, strict=strict, **options
         )
         return left
 
@@ -326,17 +341,3 @@ class FabricBinding:
             raise chosen
         assert chosen is not None
         return chosen
-
-
-def _weights_in(loaded: Any, target: str) -> Mapping[str, Any]:
-    """A file's state dict: all of it, or what Lightning keeps under a key."""
-    if isinstance(loaded, Mapping):
-        for key in ("state_dict", "model"):
-            if isinstance(loaded.get(key), Mapping):
-                inner: Mapping[str, Any] = loaded[key]
-                return inner
-        return loaded
-    raise CheckpointMismatchError(
-        f"{target} holds a {type(loaded).__name__}; a module's state dict is wanted, or a "
-        "checkpoint with one under 'state_dict' or 'model'."
-    )

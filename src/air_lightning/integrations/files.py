@@ -1,29 +1,12 @@
-"""Checkpoints that Lightning itself wrote: single files, and directories of sharded strategies."""
+"""Single files, as Lightning itself reads and writes them."""
 
-import os
+from collections.abc import Mapping
 from typing import Any
 
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 
+from air_lightning.errors import CheckpointMismatchError
 from air_lightning.volumes import path as volume_path
-from air_lightning.volumes.storage import open_storage
-
-
-def is_lightnings(target: str, options: dict[str, Any] | None) -> bool:
-    """Whether a checkpoint is a file, or a directory of Lightning's own sharded format."""
-    local = volume_path.local_dir(target)
-    sharded = local is not None and os.path.isfile(os.path.join(local, "meta.pt"))
-    return sharded or is_file(target, options)
-
-
-def is_file(target: str, options: dict[str, Any] | None) -> bool:
-    """Whether there is a single file of this path."""
-    local = volume_path.local_dir(target)
-    if local is not None:
-        return os.path.isfile(local)
-    parent = open_storage(volume_path.parent(target), allow_local=True, storage_options=options)
-    name = volume_path.name(target)
-    return any(not entry.is_dir and entry.name == name for entry in parent.list_dir())
 
 
 def load_file(target: str, weights_only: bool | None) -> Any:
@@ -39,3 +22,17 @@ def save_file(checkpoint: dict[str, Any], target: str, options: Any | None) -> N
 def place(target: str) -> str:
     """The path under which Lightning finds what is at a path of ours."""
     return volume_path.local_dir(target) or target
+
+
+def weights_in(loaded: Any, target: str) -> Mapping[str, Any]:
+    """A file's state dict: all of it, or what Lightning keeps under a key."""
+    if isinstance(loaded, Mapping):
+        for key in ("state_dict", "model"):
+            if isinstance(loaded.get(key), Mapping):
+                inner: Mapping[str, Any] = loaded[key]
+                return inner
+        return loaded
+    raise CheckpointMismatchError(
+        f"{target} holds a {type(loaded).__name__}; a module's state dict is wanted, or a "
+        "checkpoint with one under 'state_dict' or 'model'."
+    )

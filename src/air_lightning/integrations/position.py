@@ -23,6 +23,7 @@ from air_lightning.checkpoint.rng import capture_rng_state, restore_rng_state
 from air_lightning.data.loader import DataLoader
 from air_lightning.errors import NotCheckpointableError, StateError
 from air_lightning.integrations import regrid
+from air_lightning.integrations.foreign import begin_without_position
 
 BLOB_VERSION = 1
 
@@ -168,6 +169,7 @@ class Restorer:
         self._trainer = trainer
         self._agree = agree
         self._origin: Origin | None = None
+        self._is_foreign = False  # whether what was loaded is a checkpoint of Lightning's own
         self._loaders_due: Mapping[str, Any] | None = None
         self._read_blobs: regrid.ReadBlobs | None = None
         self._rng_due: Mapping[str, Any] | None = None
@@ -201,6 +203,7 @@ class Restorer:
         Raises:
             StateError: The blob has a version that is not known here.
         """
+        self._is_foreign = origin is None
         if origin is None:
             return
         if origin.version != BLOB_VERSION:
@@ -252,11 +255,13 @@ class Restorer:
     def _load_loaders(self) -> None:
         blob, self._loaders_due = self._loaders_due, None
         origin, self._origin = self._origin, None
-        if blob is None or origin is None:
-            self._load_lightnings()
-            return
         loop = self._trainer.fit_loop
         loaders = list(_loaders(loop))
+        is_foreign, self._is_foreign = self._is_foreign, False
+        if blob is None or origin is None:
+            if not (is_foreign and begin_without_position(loop, loaders)):
+                self._load_lightnings()
+            return
         for loader in loaders:
             if isinstance(loader, DataLoader):
                 loader.elastic = loader.elastic or self.elastic

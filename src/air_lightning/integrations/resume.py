@@ -7,7 +7,8 @@
       -> position.Restorer: loaders before ``iter()``, generators after the first fetch
 
 One rank chooses because listings of a volume may differ between nodes for some seconds; ranks
-that resume from different steps train on, silently, with different weights.
+that resume from different steps train on, silently, with different weights. One whose listing does
+not show the chosen checkpoint yet waits for it, for a minute, and then all ranks fail (binding.py).
 """
 
 import logging
@@ -21,10 +22,13 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from typing_extensions import override
 
-from air_lightning.checkpoint.catalog import find_latest_valid, verify_checkpoint
+from air_lightning.checkpoint.catalog import CheckpointRecord, list_root, newest_valid
+from air_lightning.checkpoint.order import newest_first
+from air_lightning.checkpoint.single_file import newest_file
 from air_lightning.data.stream import set_share
 from air_lightning.errors import AirError, CheckpointError, InvalidArgumentError
-from air_lightning.integrations.attach import AirAttach, bind
+from air_lightning.integrations.attach import AirAttach, bind, bound
+from air_lightning.integrations.other_name import refuse_trainer
 from air_lightning.integrations.preemption import Preemption
 from air_lightning.integrations.strategies import data_share
 from air_lightning.volumes import path as volume_path
@@ -38,6 +42,7 @@ class AirResume(AirAttach):
     """Resumes ``trainer.fit`` from the newest valid checkpoint; starts fresh when there is none.
 
     A checkpoint is valid when its ``.metadata`` is there and its files have their recorded sizes.
+    Lightning's own, single files and sharded directories, count too, and the latest step wins.
     Restores weights, optimizers and loops as Lightning does, and for each rank its loader position
     and random generators, so that the run goes on with the batch that would have come next.
 
@@ -81,16 +86,16 @@ class AirResume(AirAttach):
         """Bind the Trainer, and the place where it decides what to restore.
 
         Raises:
-            InvalidArgumentError: The Trainer has no AirCheckpointIO.
+            InvalidArgumentError: The Trainer has no AirCheckpointIO, or is pytorch_lightning's.
         """
+        refuse_trainer(trainer)
         set_share(data_share(trainer.strategy))
         binding = bind(trainer)
         if binding is None:
             raise InvalidArgumentError(
                 "AirResume needs Trainer(plugins=[AirCheckpointIO()]); this Trainer saves through "
                 f"{type(getattr(trainer.strategy, '_checkpoint_io', None)).__name__}, whose "
-                "checkpoints hold rank 0's position only. (Import Trainer from lightning: the "
-                "names of pytorch_lightning are other classes, and do not work with these.)"
+                "checkpoints hold rank 0's position only."
             )
         if self.elastic:
             binding.go_on_elsewhere()
@@ -113,23 +118,32 @@ class AirResume(AirAttach):
     def _choose(self, trainer: Any, given: Any) -> Any:
         if trainer.state.fn != "fit" or trainer.global_step > 0:
             return given
+        found: Any = None
         roots = self._roots(trainer)
-        if given is not None and not _means_last(given, roots):
-            return given
-        found: str | AirError | OSError | None = None
         if trainer.is_global_zero:
             try:
-                found = _newest(roots, self.storage_options)
+                found = self._choose_here(trainer, given, roots)
             except (AirError, OSError) as error:
                 # Sent to the others like a path: they would wait for ever for a rank that raised.
                 found = error
+        # Also what was given: ``ckpt_path="last"`` is a path where the listing tells of one, and
+        # nothing on a rank whose listing does not yet.
         found = trainer.strategy.broadcast(found)
         if isinstance(found, Exception):
             raise CheckpointError(
                 f"Looking for a checkpoint to resume from in {roots} failed: {found}"
             ) from found
-        if found is None and trainer.is_global_zero:
+        return found
+
+    def _choose_here(self, trainer: Any, given: Any, roots: list[str]) -> Any:
+        if given is not None and not _means_last(given, roots):
+            return given
+        found, is_ours = _newest(roots, self.storage_options)
+        binding = bound(trainer)
+        if found is None:
             _tell_of_fresh_start(roots, self.dirpath)
+        elif is_ours and binding is not None:
+            binding.take(found)
         return found
 
     def _roots(self, trainer: Any) -> list[str]:
@@ -165,14 +179,21 @@ def _means_last(path: Any, roots: Iterable[str]) -> bool:
     return is_last and volume_path.parent(target) in set(roots)
 
 
-def _newest(roots: Iterable[str], storage_options: dict[str, Any] | None) -> str | None:
+def _newest(roots: Iterable[str], options: dict[str, Any] | None) -> tuple[str | None, bool]:
+    """The path of the latest step, ours where two have the same; and whether it is ours."""
+    # Several ModelCheckpoints may share a directory.
+    listed = {root: list_root(root, options) for root in roots}
     found = [
-        find_latest_valid(root, resumable=True, storage_options=storage_options) for root in roots
+        newest_valid(root, resumable=True, storage_options=options, listed=entries)
+        for root, entries in listed.items()
     ]
-    valid = [path for path in found if path is not None]
-    if len(valid) <= 1:
-        return valid[0] if valid else None
-    records = [verify_checkpoint(path, storage_options=storage_options) for path in valid]
-    newest = max(records, key=lambda record: -1 if record.step is None else record.step)
-    path: str = newest.path
-    return path
+    records = newest_first([record for record in found if record is not None], lambda _: True)
+    ours = records[0] if records else None
+    single = newest_file(listed, storage_options=options)
+    if single is not None and (ours is None or single.step > _step(ours)):
+        return single.path, False
+    return (None if ours is None else ours.path), ours is not None
+
+
+def _step(record: CheckpointRecord) -> int:
+    return -1 if record.step is None else record.step

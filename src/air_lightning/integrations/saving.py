@@ -18,10 +18,9 @@ from air_lightning.checkpoint.room import Detour
 from air_lightning.checkpoint.saver import AsyncSaver
 from air_lightning.checkpoint.state import Entries
 from air_lightning.errors import InvalidArgumentError
+from air_lightning.integrations.located import PathLike
 from air_lightning.integrations.second_name import SecondNames, link
 from air_lightning.volumes import path as volume_path
-
-PathLike = str | os.PathLike[str]
 
 
 class Saves:

@@ -111,8 +111,13 @@ class Storage(Protocol):
                 per file; without, there are none. Object stores give them for nothing.
         """
 
-    def list_dir(self, name: str = "") -> list[Entry]:
-        """One level, dot-files included, sorted; FileNotFoundError for a missing directory."""
+    def list_dir(self, name: str = "", *, limit: int | None = None) -> list[Entry]:
+        """One level, dot-files included, sorted; FileNotFoundError for a missing directory.
+
+        Args:
+            name: Of the directory, below the root.
+            limit: At most so many entries, whichever come first.
+        """
 
     def stat(self, name: str) -> FileInfo:
         """Size and time of one file."""

@@ -12,6 +12,7 @@ import os
 import secrets
 import shutil
 from collections.abc import Callable, Iterator
+from itertools import islice
 from typing import BinaryIO, TypeVar
 
 from air_lightning.errors import StorageError
@@ -30,6 +31,7 @@ _T = TypeVar("_T")
 
 _CHUNK = 4 << 20  # bytes of one read or write; large, since each may be one request
 _CANNOT_RENAME = (errno.EPERM, errno.EACCES, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
+_CANNOT_FOLLOW = (errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.ENOSYS, errno.EOPNOTSUPP)
 _CANNOT_FSYNC = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EROFS)
 
 
@@ -59,12 +61,12 @@ class LocalStorage:
         except NotADirectoryError as error:
             raise not_a_directory(self.root) from error
 
-    def list_dir(self, name: str = "") -> list[Entry]:
+    def list_dir(self, name: str = "", *, limit: int | None = None) -> list[Entry]:
         """See :class:`~air_lightning.volumes.base.Storage`."""
 
         def scan() -> list[Entry]:
             with os.scandir(self._local(name)) as found:
-                listed = [(entry.name, _is_dir(entry)) for entry in found]
+                listed = [(entry.name, _is_dir(entry)) for entry in islice(found, limit)]
             return sorted(Entry(name, is_dir) for name, is_dir in listed if is_dir is not None)
 
         return self._call("list", name, scan)
@@ -90,9 +92,12 @@ class LocalStorage:
         """See :class:`~air_lightning.volumes.base.Storage`."""
 
         def read() -> bytes:
-            with open(self._local(name), "rb", buffering=0) as file:
-                file.seek(offset)
-                return b"".join(_chunks(file, length))
+            # Not open(): that asks for the file's state as well, which is a request of its own.
+            descriptor = os.open(self._local(name), os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                return b"".join(_chunks(descriptor, offset, length))
+            finally:
+                os.close(descriptor)
 
         return self._call("read", name, read)
 
@@ -271,21 +276,23 @@ class _Stream:
 
 
 def _is_dir(entry: os.DirEntry[str]) -> bool | None:
-    """Whether it is a directory; None for a link that leads in circles."""
+    """Whether it is a directory; None for a link that cannot be followed."""
     try:
         return entry.is_dir()
     except OSError as error:
-        if is_circular(error):
+        # One such link among others must not be in the way of listing them.
+        if is_circular(error) or (entry.is_symlink() and error.errno in _CANNOT_FOLLOW):
             return None
         raise
 
 
-def _chunks(file: io.FileIO, length: int | None) -> Iterator[bytes]:
+def _chunks(descriptor: int, offset: int, length: int | None) -> Iterator[bytes]:
     left = length
     while left is None or left > 0:
-        chunk = file.read(_CHUNK if left is None else min(_CHUNK, left))
+        chunk = os.pread(descriptor, _CHUNK if left is None else min(_CHUNK, left), offset)
         if not chunk:
             return
+        offset += len(chunk)
         left = None if left is None else left - len(chunk)
         yield chunk
 

@@ -36,6 +36,11 @@ _PART = 8 << 20  # bytes of one ranged request, in memory
 _IN_MEMORY = 32 << 20  # bytes of an upload that are kept in memory instead of on disk
 
 
+# At the fork, while the child has one thread: later, another thread may be about to use the loop.
+# fsspec itself, at a fork, leaves the lock as it was, which another thread may have held.
+os.register_at_fork(after_in_child=fsspec.asyn.reset_lock)
+
+
 class FsspecStorage:
     """A directory of any fsspec file system.
 
@@ -66,11 +71,10 @@ class FsspecStorage:
     @property
     def _fs(self) -> Any:
         """This process's file system; one that was opened before a fork has lost its threads."""
-        if self._fs_of is None or self._fs_of[0] != os.getpid():
-            if self._fs_of is not None:
-                fsspec.asyn.reset_lock()
-            self._fs_of = (os.getpid(), open_fs(self.root, self._options))
-        return self._fs_of[1]
+        opened = self._fs_of
+        if opened is None or opened[0] != os.getpid():
+            opened = self._fs_of = (os.getpid(), open_fs(self.root, self._options))
+        return opened[1]
 
     def list_files(self, *, sizes: bool = False) -> Listing:  # noqa: ARG002 - it always has them
         """See :class:`~air_lightning.volumes.base.Storage`; the client bounds the time."""
@@ -93,7 +97,7 @@ class FsspecStorage:
             [mtime for _, _, mtime in kept],
         )
 
-    def list_dir(self, name: str = "") -> list[Entry]:
+    def list_dir(self, name: str = "", *, limit: int | None = None) -> list[Entry]:
         """See :class:`~air_lightning.volumes.base.Storage`."""
         path = self._path(name)
         found = self._call("list", name, lambda: self._fresh().ls(path, detail=True))
@@ -102,7 +106,7 @@ class FsspecStorage:
             for info in found
             if info["name"].strip("/") != path.strip("/")
         }
-        return sorted(entries)
+        return sorted(entries)[:limit]
 
     def stat(self, name: str) -> FileInfo:
         """See :class:`~air_lightning.volumes.base.Storage`."""
