@@ -42,7 +42,6 @@ from air_lightning.errors import (
     InvalidArgumentError,
     SaveFailedError,
 )
-from air_lightning.integrations import files
 from air_lightning.integrations.checkpoint_io import AirCheckpointIO
 from air_lightning.integrations.entrance import Entrance
 from air_lightning.integrations.located import Located, locate, whole
@@ -271,7 +270,7 @@ class Binding:
     ) -> tuple[dict[str, Any], dict[str, Any] | None]:
         self._is_restored = located.is_lightnings or located.is_file
         if self._is_restored:
-            path = files.place(located.target)
+            path = volume_path.local_dir(located.target) or located.target
             # Lightning before 2.6 does not know the argument.
             options = {} if weights_only is None else {"weights_only": weights_only}
             return self._load_lightnings(path, **options), None
