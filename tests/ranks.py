@@ -37,8 +37,19 @@ def run_ranks(
     Raises:
         TimeoutError: A rank was still running after ``timeout_s``; all were killed.
     """
+    pids = start_ranks(function, *args, world_size=world_size, log=log)
+    return _wait(pids, pids[0], timeout_s)
+
+
+def start_ranks(
+    function: Callable[..., Any],
+    *args: Any,
+    world_size: int,
+    leader: int = 0,
+    log: str | os.PathLike[str] | None = None,
+) -> list[int]:
+    """Fork the ranks, into the process group of ``leader`` or of the first one; their pids."""
     port = free_port()
-    leader = 0
     pids = []
     for rank in range(world_size):
         pid = os.fork()
@@ -48,7 +59,7 @@ def run_ranks(
         # In both processes: otherwise a rank may kill the group before it is formed.
         os.setpgid(pid, leader)
         pids.append(pid)
-    return _wait(pids, leader, timeout_s)
+    return pids
 
 
 def _child(

@@ -14,7 +14,13 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import CSVLogger
 
-from air_lightning import AirCheckpointIO, SaveFailedError, find_latest_valid, list_checkpoints
+from air_lightning import (
+    AirCheckpointIO,
+    AirResume,
+    SaveFailedError,
+    find_latest_valid,
+    list_checkpoints,
+)
 from air_lightning.integrations import entrance
 from conftest import Volume
 from integration.test_wiring import fit, saving, trainer_with
@@ -78,6 +84,39 @@ def test_save_last_makes_no_link_on_a_volume(volume: Volume) -> None:
     shards = list((volume.directory / "c").rglob("*.distcp"))
     assert shards
     assert all(os.stat(shard).st_nlink == 1 for shard in shards)
+
+
+def test_a_save_that_was_cut_short_is_made_again_under_its_name(tmp_path: Path) -> None:
+    """A resumed run saves over what a kill left: no ``-v1``, and no torn directory stays."""
+    whole, broken = str(tmp_path / "whole"), str(tmp_path / "broken")
+    fit(trainer_with(saving(whole, save_last=True), max_epochs=2))
+    fit(trainer_with(saving(broken, save_last=True)))
+    # As if killed in the save of step 6, in this run's name and in the last one's.
+    shutil.copytree(f"{broken}/last.ckpt", f"{broken}/epoch=1-step=6.ckpt")
+    for name in ("epoch=1-step=6.ckpt", "last.ckpt"):
+        os.remove(f"{broken}/{name}/.metadata")
+    fit(trainer_with(AirResume(), saving(broken, save_last=True), max_epochs=2))
+    assert sorted(os.listdir(broken)) == sorted(os.listdir(whole))
+    assert all(record.valid for record in list_checkpoints(broken))
+
+
+def test_without_air_resume_a_torn_directory_may_be_another_runs(tmp_path: Path) -> None:
+    """A run that resumes nothing leaves it alone, and saves beside it as Lightning does."""
+    torn = tmp_path / "c" / "epoch=0-step=2.ckpt"
+    torn.mkdir(parents=True)
+    (torn / "__0_0.distcp").write_bytes(b"in the writing")
+    fit(trainer_with(saving(str(tmp_path / "c"))))
+    assert [path.name for path in torn.iterdir()] == ["__0_0.distcp"]
+    assert (tmp_path / "c" / "epoch=0-step=2-v1.ckpt").is_dir()
+
+
+def test_names_that_are_taken_on_a_volume_that_a_directory_stands_in_for(volume: Volume) -> None:
+    """A second run from the start saves beside the checkpoints of the first, as Lightning does."""
+    for _ in range(2):
+        fit(trainer_with(saving(f"{volume.path}/c")))
+    names = {"epoch=0-step=2.ckpt", "epoch=0-step=4.ckpt"}
+    versions = {name.replace(".ckpt", "-v1.ckpt") for name in names}
+    assert set(os.listdir(volume.directory / "c")) == names | versions
 
 
 class Uploading(CSVLogger):

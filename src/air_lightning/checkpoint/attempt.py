@@ -10,6 +10,8 @@ A writer that overwrites must first make the old checkpoint none; killed then, n
              ``<path>`` where directories can be renamed; elsewhere it keeps its name
     newest   what loading ``<path>`` means: of the two, the complete one that was published last;
              to resume, of those that do not hold weights alone
+
+``is_torn`` tells what a kill cut short from what a save must not take the name of.
 """
 
 import contextlib
@@ -17,6 +19,7 @@ import os
 from typing import Any
 
 from air_lightning.checkpoint.catalog import CheckpointRecord, remove_checkpoint, verify_checkpoint
+from air_lightning.checkpoint.manifest import is_ours
 from air_lightning.checkpoint.order import SUFFIX, as_published, both
 from air_lightning.checkpoint.search import each
 from air_lightning.errors import AirError, CheckpointError, SaveFailedError
@@ -80,6 +83,17 @@ def newest_whole(
     found = _complete_ones(path, options)
     usable = [record for record in found if not (resumable and record.weights_only)]
     return next(iter([*reversed(usable), *reversed(found)]), None)
+
+
+def is_torn(path: str, options: dict[str, Any] | None) -> bool:
+    """Whether all that is under a path is what a save left that never came to its end."""
+    try:
+        if _complete_ones(path, options):
+            return False
+        entries = open_storage(path, allow_local=True, storage_options=options).list_dir()
+    except (AirError, OSError):
+        return False  # a file, or nothing that can be told
+    return all(is_ours(entry.name) and not entry.is_dir for entry in entries)
 
 
 def _complete_ones(path: str, options: dict[str, Any] | None) -> list[CheckpointRecord]:

@@ -24,7 +24,7 @@ from air_lightning.volumes.storage import Storage, open_storage
 _log = logging.getLogger("air_lightning")
 
 _EXTENSION = ".ckpt"  # of ModelCheckpoint.FILE_EXTENSION
-_USELESS = 32  # files of other programs may have such names, thousands of them
+_USELESS = 8  # files of other programs may have such names, thousands of them
 # What zipfile and pickle raise for files that are cut short or no pickles.
 _NOT_ONE = (
     zipfile.BadZipFile,
@@ -74,7 +74,7 @@ def _newest(
             return newest
         step = _step(storage, name)
         useless += step is None
-        believed = believed and step in (None, told)
+        believed = believed and (step in (None, told) or told == math.inf)
         if step is not None:
             found = SingleFile(step, paths.join(storage.root, name))
             newest = found if newest is None else max(newest, found)

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 import time
 from typing import Any
 
@@ -87,11 +88,33 @@ class Board:
         return int(self._store.add(f"{self._key}/{name}", number))
 
 
-def default_store() -> Any:
-    """The store of the default process group; None where this torch has no such way to it."""
+def group_store() -> Any:
+    """The store of the default process group; None where this torch has no such way to it.
+
+    It may hold what an earlier start left there: torchrun's agents give every restart the same one.
+    """
     try:
         # Private, and the only way: a process group made by torchrun keeps its store to itself.
         return torch.distributed.distributed_c10d._get_default_store()
     except Exception as error:  # noqa: BLE001 - whatever another torch raises
-        _logger.debug("Whether the ranks read the same files is not checked: %s", error)
+        _logger.debug("What ranks tell each other without a collective is not told: %s", error)
         return None
+
+
+def default_store() -> Any:
+    """What of the group's store this start has for itself; None where that cannot be told.
+
+    Asked without a word to the other ranks, so that a rank may ask alone.
+    """
+    asked = os.environ.get
+    shared = asked("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if not shared or asked("TORCHELASTIC_MAX_RESTARTS") == "0":
+        return group_store()
+    if asked("GROUP_WORLD_SIZE") != "1":
+        _logger.debug("Each node counts restarts of its own, so the agents' store is not used.")
+        return None
+    store = group_store()
+    start = asked("TORCHELASTIC_RESTART_COUNT", "0")
+    if store is None:
+        return None
+    return torch.distributed.PrefixStore(f"air_start/{start}", store)  # type: ignore[attr-defined]

@@ -92,5 +92,7 @@ def _method_asked_for(given: Any, *, default: str) -> str | None:
         return given if isinstance(given, str) else None
     method = multiprocessing.get_start_method(allow_none=True)
     # Any queue that a library makes settles the platform's default (forkserver from Python 3.14
-    # on): that is not a wish.
-    return None if method == default else method
+    # on), and a child settles the way it was started itself, as a rank of ddp_spawn: that is not a
+    # wish.
+    own = getattr(multiprocessing.current_process(), "_start_method", None)
+    return None if method in (default, own) else method

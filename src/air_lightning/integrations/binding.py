@@ -124,6 +124,11 @@ class Binding:
         """Let every train loader of ours go on on another grid, whatever it was told itself."""
         self._restorer.elastic = True
 
+    def take_torn_names(self) -> None:
+        """Let ModelCheckpoints save over what a kill left of this run's saves."""
+        for adopted in self._adopted:
+            adopted.resumes = True
+
     def restore_validation(self) -> None:
         """Put the validation loaders where they were, once they are there."""
         self._restorer.restore_validation()

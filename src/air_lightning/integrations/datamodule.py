@@ -157,6 +157,17 @@ class AirDataModule(LightningDataModule):
             "timeout": timeout,
         }
 
+    @override
+    def setup(self, stage: str) -> None:
+        """See that a fit's validation files are there: Lightning may ask for them epochs later.
+
+        Raises:
+            EmptyVolumeError: There is none.
+        """
+        limit = getattr(self.trainer, "limit_val_batches", 0)
+        if stage == "fit" and "val" in self.paths and limit != 0:
+            self.val_dataset()
+
     def decode(self, path: str) -> Any:
         """Turn the local path of a file into a sample; runs in the workers."""
         return path if self._decode is None else self._decode(path)

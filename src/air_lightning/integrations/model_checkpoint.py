@@ -3,6 +3,8 @@
 What is corrected::
 
     dirpath       taken as it was written: Lightning makes relative paths of some URLs
+    names         what a kill left of a save does not count as a file that exists: the resumed run
+                  saves that step again, under the same name and not as ``-v1`` beside it
     links         made when what they lead to is published
     save_last     a second name for the checkpoint that was just saved, where files can be linked,
                   and not a second save of the same step
@@ -21,6 +23,7 @@ from typing import Any
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
+from air_lightning.checkpoint.order import both
 from air_lightning.integrations.checkpoint_io import AirCheckpointIO
 from air_lightning.integrations.signals import Preempted
 from air_lightning.volumes import path as volume_path
@@ -55,6 +58,8 @@ class Adopted:
 
     Attributes:
         source: While ``save_last`` saves what was saved a moment ago under another name: that name.
+        resumes: Whether what is torn in its directory was this run's. Otherwise it may be another
+            run's save in flight.
     """
 
     def __init__(self, callback: Any, io: AirCheckpointIO) -> None:
@@ -63,11 +68,14 @@ class Adopted:
         self._save = callback._save_checkpoint
         self._save_topk = callback._save_topk_checkpoint
         self._save_last = callback._save_last_checkpoint
+        self._file_exists = callback.file_exists
         self._fresh: str | None = None
         self.source: str | None = None
+        self.resumes = False
         if callback.dirpath is not None:
             callback.dirpath = as_written(callback.dirpath)
         callback._link_checkpoint = self._link
+        callback.file_exists = self._exists
         callback._save_checkpoint = self._note_path
         callback._save_topk_checkpoint = self._note_topk
         callback._save_last_checkpoint = self._save_last_once
@@ -77,6 +85,17 @@ class Adopted:
         if trainer.is_global_zero and filepath != linkpath:
             self._io.link(filepath, linkpath)
         trainer.strategy.barrier()
+
+    def _exists(self, filepath: str, trainer: Any) -> bool:
+        names = [volume_path.local_dir(name) for name in both(as_written(filepath))]
+        if None in names:
+            if not self._file_exists(filepath, trainer):
+                return False
+        # Lightning looks for /Volumes itself, also where a directory stands in for it.
+        elif not trainer.strategy.broadcast(any(name and os.path.exists(name) for name in names)):
+            return False
+        torn = self.resumes and trainer.is_global_zero and self._io.is_torn(filepath)
+        return not trainer.strategy.broadcast(torn)
 
     def _note_path(self, trainer: Trainer, filepath: str) -> None:
         self._save(trainer, filepath)

@@ -19,6 +19,7 @@ import os
 import shutil
 import signal
 import subprocess
+import uuid
 from collections.abc import Callable
 from typing import Any
 
@@ -27,7 +28,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
 from typing_extensions import override
 
-from air_lightning.data.board import default_store
+from air_lightning.data.board import group_store
 from air_lightning.errors import SaveFailedError
 from air_lightning.integrations.attach import bound
 from air_lightning.integrations.halt import Halt, Point
@@ -48,7 +49,6 @@ class Preemption(Checkpoint):
 
     def __init__(self, roots: Callable[[Any], list[str]]) -> None:
         self._roots = roots
-        self._fits = 0
         self._signals = Signals(())
         self._halt = Halt(None, 1, "")
         self._steps = self._batches = self._validations = 0
@@ -59,13 +59,15 @@ class Preemption(Checkpoint):
         if self not in trainer.callbacks:
             trainer.callbacks.append(self)
             self._wrap(trainer)
-        self._fits += 1
         world_size = trainer.world_size
-        store = default_store() if world_size > 1 else None
+        # A name of this fit alone: a restart by torchrun may have the store of the start before it,
+        # and would obey the signal that ended that one.
+        name = trainer.strategy.broadcast(f"air_halt/{uuid.uuid4().hex}")
+        store = group_store() if world_size > 1 else None
         if store is None and world_size > 1:
             _log.warning("Signals are not noted: this process group has no store to agree through.")
             return
-        self._halt = Halt(store, world_size, f"air_halt/{self._fits}")
+        self._halt = Halt(store, world_size, name)
         self._steps = self._batches = self._validations = 0
         self._ended = False
         environment = trainer._accelerator_connector.cluster_environment

@@ -100,6 +100,7 @@ class AirResume(AirAttach):
         if self.elastic:
             binding.go_on_elsewhere()
         if stage == "fit":
+            binding.take_torn_names()
             self._bind_choice(trainer)
             if self._preemption is not None:
                 self._preemption.begin(trainer)

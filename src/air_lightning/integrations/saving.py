@@ -55,6 +55,7 @@ class Saves:
         self._world: object | None = None
         self._bound = False
         self._second_names = SecondNames()
+        self._target: str | None = None  # of the last save, which may be in flight
 
     @property
     def stats(self) -> list[Any]:
@@ -137,7 +138,13 @@ class Saves:
         target = volume_path.normalize(path, allow_local=True)
         chosen = attempt.choose(target, self.storage_options)
         attempt.require_place(chosen, self.storage_options)
+        self._target = target
         return chosen
+
+    def is_torn(self, path: PathLike) -> bool:
+        """Whether under this name is only what a killed process left of a save; of one rank."""
+        target = volume_path.normalize(path, allow_local=True)
+        return target != self._target and attempt.is_torn(target, self.storage_options)
 
     def prepare(self, tensors: Sequence[torch.Tensor]) -> None:
         """Allocate in the background what saving tensors like these will need."""
