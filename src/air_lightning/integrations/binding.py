@@ -42,6 +42,7 @@ from air_lightning.errors import (
     InvalidArgumentError,
     SaveFailedError,
 )
+from air_lightning.integrations import files
 from air_lightning.integrations.checkpoint_io import AirCheckpointIO
 from air_lightning.integrations.entrance import Entrance
 from air_lightning.integrations.located import Located, locate, whole
@@ -236,7 +237,7 @@ class Binding:
             checkpoint, blob = self._on_all(
                 located, lambda: self.io.load(located, weights_only=weights_only)
             )
-        _require_trainers(checkpoint, checkpoint_path)
+        files.require_trainers(checkpoint, checkpoint_path)
         if is_fit:
 
             def read_blobs(ranks: Iterable[int]) -> list[Any]:
@@ -324,15 +325,6 @@ class Binding:
                 f"{[_group_sizes(optimizer.state_dict()) for optimizer in optimizers]}. Give "
                 "configure_optimizers the groups that the checkpoint was taken with."
             ) from error
-
-
-def _require_trainers(checkpoint: Mapping[str, Any], path: Any) -> None:
-    if "pytorch-lightning_version" not in checkpoint and "state_dict" not in checkpoint:
-        raise CheckpointMismatchError(
-            f"{path} is no Trainer's checkpoint: it has {', '.join(map(str, checkpoint))}. What a "
-            "Fabric loop saved resumes in a Fabric loop. For the weights alone, load an export of "
-            "it into the model (air-lightning export PATH OUT.safetensors)."
-        )
 
 
 def _group_sizes(state: Mapping[str, Any]) -> list[int]:

@@ -1,4 +1,4 @@
-"""Single files, as Lightning itself reads and writes them."""
+"""Single files as Lightning itself reads and writes them, and what belongs in a checkpoint."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -36,3 +36,17 @@ def weights_in(loaded: Any, target: str) -> Mapping[str, Any]:
         f"{target} holds a {type(loaded).__name__}; a module's state dict is wanted, or a "
         "checkpoint with one under 'state_dict' or 'model'."
     )
+
+
+def require_trainers(checkpoint: Mapping[str, Any], path: Any) -> None:
+    """Refuse what a Fabric loop saved where a Trainer's checkpoint is wanted.
+
+    Raises:
+        CheckpointMismatchError: It is none.
+    """
+    if "pytorch-lightning_version" not in checkpoint and "state_dict" not in checkpoint:
+        raise CheckpointMismatchError(
+            f"{path} is no Trainer's checkpoint: it has {', '.join(map(str, checkpoint))}. What a "
+            "Fabric loop saved resumes in a Fabric loop. For the weights alone, load an export of "
+            "it into the model (air-lightning export PATH OUT.safetensors)."
+        )
