@@ -208,7 +208,7 @@ class AirCheckpointIO(Saves, CheckpointIO):
         if self._saver is None:
             self._saver = AsyncSaver(no_dist=True, timeout_s=self.timeout_s)
         self.wait()
-        if "pytorch-lightning_version" not in checkpoint:
+        if not files.is_trainers(checkpoint):
             self._save_alone_for_fabric(checkpoint, path, storage_options)
             return
         nameless = [None] * len(checkpoint.get("optimizer_states", ()))

@@ -38,13 +38,18 @@ def weights_in(loaded: Any, target: str) -> Mapping[str, Any]:
     )
 
 
+def is_trainers(checkpoint: Mapping[str, Any]) -> bool:
+    """Whether a checkpoint has a Trainer's keys, rather than those of a Fabric loop's choice."""
+    return "pytorch-lightning_version" in checkpoint or "state_dict" in checkpoint
+
+
 def require_trainers(checkpoint: Mapping[str, Any], path: Any) -> None:
     """Refuse what a Fabric loop saved where a Trainer's checkpoint is wanted.
 
     Raises:
         CheckpointMismatchError: It is none.
     """
-    if "pytorch-lightning_version" not in checkpoint and "state_dict" not in checkpoint:
+    if not is_trainers(checkpoint):
         raise CheckpointMismatchError(
             f"{path} is no Trainer's checkpoint: it has {', '.join(map(str, checkpoint))}. What a "
             "Fabric loop saved resumes in a Fabric loop. For the weights alone, load an export of "
