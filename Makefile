@@ -43,6 +43,7 @@ bench: $(STAMP)  ## speed and memory against the peers, ratios in one run
 	$(BIN)/python benchmarks/save.py
 	$(BIN)/python benchmarks/write.py
 	$(BIN)/python benchmarks/load.py
+	$(BIN)/python benchmarks/ddp.py
 	$(BIN)/python benchmarks/scale.py
 	$(BIN)/python benchmarks/stream.py
 	$(BIN)/python benchmarks/resume.py

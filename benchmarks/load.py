@@ -1,7 +1,7 @@
 """Loading a DCP checkpoint in place: UCVolumeReader against the raw bytes and torch's own reader.
 
 One state is saved by our writer and by torch's. Each round every contender loads into the same
-tensors, in turn; none always comes first, and the page cache is warm. With ``--fuse`` they read
+tensors, in turn (``common.py``), and the page cache is warm. With ``--fuse`` they read
 through a mount of our own on which each open takes 20 ms (the kernel's cache of it is dropped by
 mounting anew for each load).
 
@@ -17,30 +17,21 @@ import argparse
 import contextlib
 import json
 import os
-import resource
-import sys
 import tempfile
 import threading
-import time
 import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from statistics import median
 from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
+from common import in_turns, least, medians, place, ratio, resident, timed
 
 from air_lightning.checkpoint.dcp import UCVolumeReader, UCVolumeWriter
 from air_lightning.checkpoint.planner import LoadPlanner, load, save
 
-HERE = os.path.dirname(os.path.abspath(__file__))
-sys.path.insert(0, os.path.join(os.path.dirname(HERE), "tests", "fuse"))
-
-from slow_mount import slow_mount  # noqa: E402 - found by the line above
-
 State = dict[str, torch.Tensor]
-PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
 def write_all(folder: str, state: State) -> None:
@@ -84,16 +75,6 @@ CONTENDERS: dict[str, Callable[[str, State], None]] = {
 }
 
 
-def cpu() -> float:
-    usage = resource.getrusage(resource.RUSAGE_SELF)
-    return usage.ru_utime + usage.ru_stime
-
-
-def resident() -> int:
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[1]) * PAGE
-
-
 @contextlib.contextmanager
 def peak() -> Iterator[list[int]]:
     """Sample the resident memory of this process, and leave its growth in the list."""
@@ -112,20 +93,9 @@ def peak() -> Iterator[list[int]]:
         thread.join()
 
 
-@contextlib.contextmanager
-def place(folder: str, fuse: bool) -> Iterator[str]:
-    if not fuse:
-        yield folder
-        return
-    with slow_mount(folder, open_delay_s=0.02) as mount:
-        yield str(mount)
-
-
 def measure(name: str, folder: str, state: State, fuse: bool) -> dict[str, float]:
     with place(folder, fuse) as where:
-        began, used = time.perf_counter(), cpu()
-        CONTENDERS[name](where, state)
-        return {"s": time.perf_counter() - began, "cpu_s": cpu() - used}
+        return timed(lambda: CONTENDERS[name](where, state))
 
 
 def main() -> None:
@@ -142,32 +112,31 @@ def main() -> None:
     size = int(args.mb * 250_000 / args.tensors)
     saved = {f"state_dict.t{i}": torch.randn(size) for i in range(args.tensors)}
     state = {key: torch.zeros_like(value) for key, value in saved.items()}
-    rounds: dict[str, list[dict[str, float]]] = {name: [] for name in CONTENDERS}
     with tempfile.TemporaryDirectory(prefix="air-bench-", dir=args.folder) as folder:
         write_all(folder, saved)
-        names = list(CONTENDERS)
-        for number in range(args.rounds):
-            turn = number % len(names)
-            for name in names[turn:] + names[:turn]:
-                rounds[name].append(measure(name, folder, state, args.fuse))
+        for name in CONTENDERS:  # whose first load would pay for what is made once
+            measure(name, folder, state, args.fuse)
+        found = in_turns(
+            list(CONTENDERS), args.rounds, lambda name: measure(name, folder, state, args.fuse)
+        )
         for value in state.values():
             value.zero_()
         with peak() as grown:
             load_air(folder, state)
     assert all(torch.equal(state[key], saved[key]) for key in saved)
-    found = {
-        name: {key: round(median(r[key] for r in records), 4) for key in records[0]}
-        for name, records in rounds.items()
-    }
     line: dict[str, Any] = {
         "benchmark": "load",
         **{key: getattr(args, key) for key in ("mb", "tensors", "rounds", "fuse")},
         "torch": torch.__version__,
-        "contenders": found,
+        "contenders": medians(found),
+        "least": {
+            "load": least(found, "air", "raw"),
+            "load_verify": least(found, "air_verify", "raw"),
+        },
         "ratios": {
-            "load": round(found["air"]["s"] / found["raw"]["s"], 3),
-            "load_verify": round(found["air_verify"]["s"] / found["raw"]["s"], 3),
-            "against_dcp": round(found["air"]["s"] / found["dcp"]["s"], 3),
+            "load": ratio(found, "air", "raw"),
+            "load_verify": ratio(found, "air_verify", "raw"),
+            "against_dcp": ratio(found, "air", "dcp"),
             "peak": round(grown[0] / (args.mb * 1e6), 3),
         },
     }

@@ -20,37 +20,18 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import common  # noqa: F401 - finds the tests' modules
 import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    MetadataIndex,
-    TensorProperties,
-)
-from torch.distributed.checkpoint.planner import (
-    SavePlan,
-    TensorWriteData,
-    WriteItem,
-    WriteItemType,
-)
+from torch.distributed.checkpoint.planner import SavePlan
 
 from air_lightning.checkpoint.dcp import ShardResult, UCVolumeWriter
 from air_lightning.checkpoint.manifest import MANIFEST, METADATA, FileRecord, Manifest
 from air_lightning.checkpoint.planner import SavePlanner
 from air_lightning.checkpoint.reader import UCVolumeReader
+from plans import item
 
 OURS = ("prepare", "finish", "read")
-
-
-def item(name: str, rows: int, at: int, total: int) -> WriteItem:
-    size = torch.Size([rows, 64])
-    chunk = ChunkStorageMetadata(torch.Size([at, 0]), size)
-    properties = TensorProperties(torch.float32)
-    return WriteItem(
-        index=MetadataIndex(name, chunk.offsets),
-        type=WriteItemType.TENSOR if rows == total else WriteItemType.SHARD,
-        tensor_data=TensorWriteData(chunk, properties, torch.Size([total, 64])),
-    )
 
 
 def local_plans(ranks: int, tensors: int, per_rank: int) -> list[SavePlan]:

@@ -1,7 +1,7 @@
 """Writing a DCP checkpoint: AsyncSaver and UCVolumeWriter against the raw bytes and torch's own.
 
-Each round every contender writes the same tensors, in turn; none always comes first. With
-``--fuse`` they write through a mount of our own, on which each open takes 20 ms.
+Each round every contender writes the same tensors, in turn (``common.py``). With ``--fuse`` they
+write through a mount of our own, on which each open takes 20 ms.
 
 ``raw``        the tensors' bytes in two files and pieces of 8 MB, then fsync
 ``air``        our writer as the plugin uses it, staging left out: until ``.metadata`` is there
@@ -21,35 +21,25 @@ with its staging, and prints how much resident memory the saves cost beyond the 
 """
 
 import argparse
-import contextlib
 import json
 import os
-import resource
 import shutil
-import sys
 import tempfile
-import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from statistics import median
 from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
+from common import in_turns, least, medians, place, ratio, resident, timed
 
 from air_lightning.checkpoint.dcp import UCVolumeWriter
 from air_lightning.checkpoint.planner import save
 from air_lightning.checkpoint.saver import AsyncSaver
 
-HERE = os.path.dirname(os.path.abspath(__file__))
-sys.path.insert(0, os.path.join(os.path.dirname(HERE), "tests", "fuse"))
-
-from slow_mount import slow_mount  # noqa: E402 - found by the line above
-
 State = dict[str, torch.Tensor]
 PIECE = 8 << 20
-PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
 def write_raw(folder: str, state: State) -> None:
@@ -96,25 +86,9 @@ CONTENDERS: dict[str, Callable[[str, State], None]] = {
 }
 
 
-def cpu() -> float:
-    usage = resource.getrusage(resource.RUSAGE_SELF)
-    return usage.ru_utime + usage.ru_stime
-
-
-@contextlib.contextmanager
-def place(folder: str, fuse: bool) -> Iterator[str]:
-    if not fuse:
-        yield folder
-        return
-    with slow_mount(folder, open_delay_s=0.02) as mount:
-        yield str(mount)
-
-
 def measure(name: str, where: str, state: State) -> dict[str, float]:
     target = f"{where}/{name}"
-    began, used = time.perf_counter(), cpu()
-    CONTENDERS[name](target, state)
-    record = {"s": time.perf_counter() - began, "cpu_s": cpu() - used}
+    record = timed(lambda: CONTENDERS[name](target, state))
     shutil.rmtree(target)
     return record
 
@@ -123,25 +97,17 @@ def compare(args: argparse.Namespace, folder: str) -> dict[str, Any]:
     size = int(args.mb * 250_000 / args.tensors)
     state = {f"state_dict.t{i}": torch.randn(size) for i in range(args.tensors)}
     names = [name for name in CONTENDERS if args.fuse or name != "dcp_copy"]
-    rounds: dict[str, list[dict[str, float]]] = {name: [] for name in names}
     with place(folder, args.fuse) as where:
-        for number in range(args.rounds):
-            turn = number % len(names)
-            for name in names[turn:] + names[:turn]:
-                rounds[name].append(measure(name, where, state))
-    found = {
-        name: {key: round(median(r[key] for r in records), 4) for key in records[0]}
-        for name, records in rounds.items()
-    }
-    air = found["air"]
+        found = in_turns(names, args.rounds, lambda name: measure(name, where, state))
     ratios = {
-        "complete": air["s"] / found["raw"]["s"],
-        "cpu": air["cpu_s"] / found["raw"]["cpu_s"],
-        "threads": found["air_4"]["s"] / air["s"],
+        "complete": ratio(found, "air", "raw"),
+        "cpu": ratio(found, "air", "raw", "cpu_s"),
+        "threads": ratio(found, "air_4", "air"),
     }
     if args.fuse:
-        ratios["copy"] = air["s"] / found["dcp_copy"]["s"]
-    return {"contenders": found, "ratios": {k: round(v, 3) for k, v in ratios.items()}}
+        ratios["copy"] = ratio(found, "air", "dcp_copy")
+    best = {"complete": least(found, "air", "raw"), "cpu": least(found, "air", "raw", "cpu_s")}
+    return {"contenders": medians(found), "ratios": ratios, "least": best}
 
 
 def flat(args: argparse.Namespace, folder: str) -> dict[str, Any]:
@@ -164,11 +130,6 @@ def flat(args: argparse.Namespace, folder: str) -> dict[str, Any]:
         "extra_at_end": round(grown[-1] / state_bytes, 3),
         "extra_at_most": round(max(grown) / state_bytes, 3),
     }
-
-
-def resident() -> int:
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[1]) * PAGE
 
 
 def main() -> None:

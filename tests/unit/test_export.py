@@ -2,6 +2,7 @@
 
 import errno
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -13,12 +14,21 @@ import torch
 import torch.distributed.checkpoint as dcp
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 
 from air_lightning import (
     CheckpointError,
     CheckpointMismatchError,
     CorruptCheckpointError,
     InvalidArgumentError,
+    StorageError,
     UCVolumeWriter,
     UnsafeCheckpointError,
     export_checkpoint,
@@ -216,6 +226,56 @@ def test_a_full_disk_leaves_nothing(tmp_path: Path) -> None:
     assert done.returncode == 1
     assert os.strerror(errno.EFBIG) in done.stderr.splitlines()[-1]
     assert os.listdir(tmp_path / "out") == []
+
+
+def unreadable(where: Path) -> str:
+    """A checkpoint whose index is sound, and whose tensors are not: reading them is an error."""
+    directory = saved(where, {"state_dict": {"w": torch.ones(1 << 20)}}, names=())
+    for shard in Path(directory).glob("*.distcp"):
+        shard.write_bytes(bytes(shard.stat().st_size))
+    return directory
+
+
+@pytest.mark.parametrize("place", ["/sys", "/proc/self"])
+@pytest.mark.parametrize("name", ["one.ckpt", "one.safetensors"])
+def test_a_place_that_cannot_be_written_is_refused_before_reading(
+    tmp_path: Path, place: str, name: str
+) -> None:
+    """A directory in which no file can be made is named before the first tensor is read."""
+    if name.endswith("safetensors"):
+        pytest.importorskip("safetensors")
+    directory = unreadable(tmp_path / "c")
+    out = f"{place}/{name}"
+    with pytest.raises(StorageError, match=f"{out} cannot be written, and nothing was read"):
+        export_checkpoint(directory, out)
+    (tmp_path / "out").mkdir()
+    with pytest.raises(CorruptCheckpointError):
+        export_checkpoint(directory, tmp_path / "out" / name)
+    assert os.listdir(tmp_path / "out") == []
+
+
+def test_an_export_that_cannot_fit_is_refused_before_reading(tmp_path: Path) -> None:
+    """The error names the bytes needed and free, is ENOSPC, and leaves nothing."""
+    size = 1 << 43
+    chunk = ChunkStorageMetadata(torch.Size([0]), torch.Size([size]))
+    entry = TensorStorageMetadata(TensorProperties(torch.uint8), torch.Size([size]), [chunk])
+    index = MetadataIndex("state_dict.w", torch.Size([0]))
+    place = _StorageInfo("__0_0.distcp", 0, size)
+    metadata = Metadata(
+        {"state_dict.w": entry}, {"state_dict.w": ("state_dict", "w")}, {index: place}
+    )
+    (tmp_path / "c").mkdir()
+    (tmp_path / "c" / "__0_0.distcp").touch()
+    os.truncate(tmp_path / "c" / "__0_0.distcp", size)  # all of it a hole
+    (tmp_path / "c" / ".metadata").write_bytes(pickle.dumps(metadata))
+    for name in ("w.ckpt", "w.safetensors"):
+        if name == "w.safetensors":
+            pytest.importorskip("safetensors")
+        wanted = rf"export to {tmp_path}/new/{name}.*: \d+ bytes are free, and it needs {size}"
+        with pytest.raises(StorageError, match=wanted) as info:
+            export_checkpoint(tmp_path / "c", tmp_path / "new" / name)
+        assert info.value.errno == errno.ENOSPC
+    assert sorted(os.listdir(tmp_path)) == ["c"]
 
 
 def export_until_published(directory: str, out: str) -> None:

@@ -19,7 +19,7 @@ from air_lightning.checkpoint.envelope import _untouched, envelope, is_plain, ra
 from air_lightning.checkpoint.inplace import InPlace, in_place
 from air_lightning.checkpoint.manifest import MANIFEST, Checksum
 from air_lightning.checkpoint.planner import LoadPlanner, load, save
-from air_lightning.checkpoint.shards import no_zip_checksums
+from air_lightning.checkpoint.suspended import no_zip_checksums
 from air_lightning.checkpoint.sweep import Piece, Slot, Sweep, runs_of, slots_of, spans_of
 from air_lightning.errors import AirError, CorruptCheckpointError
 from air_lightning.volumes.storage import open_storage

@@ -5,6 +5,7 @@ the first byte is read, and a machine that hands it out ends the process later.
 """
 
 from collections import Counter, defaultdict
+from collections.abc import Iterable
 
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
@@ -45,6 +46,19 @@ def require_stored(metadata: Metadata, storage: Storage) -> None:
         )
 
 
+def claimed_bytes(metadata: Metadata, keys: Iterable[str]) -> int:
+    """Return how many bytes the tensors among these entries have."""
+    entries = (metadata.state_dict_metadata[key] for key in keys)
+    return sum(_nbytes(entry) for entry in entries if isinstance(entry, TensorStorageMetadata))
+
+
+def _nbytes(entry: TensorStorageMetadata) -> int:
+    nbytes: int = entry.properties.dtype.itemsize
+    for length in entry.size:
+        nbytes *= length
+    return nbytes
+
+
 def _held(storage: Storage, name: str, items: list[tuple[int, int]]) -> int:
     """Return the bytes of a file's items, none counted twice."""
     refuse_link_out(storage.root, name)
@@ -71,9 +85,7 @@ def _held(storage: Storage, name: str, items: list[tuple[int, int]]) -> int:
 
 
 def _claimed(storage: Storage, key: str, entry: TensorStorageMetadata, stored: int) -> int:
-    wanted = entry.properties.dtype.itemsize
-    for length in entry.size:
-        wanted *= length
+    wanted = _nbytes(entry)
     if wanted > stored:
         raise CorruptCheckpointError(
             f"{storage.root}/{METADATA} gives {key} the shape {tuple(entry.size)}, which is "

@@ -40,7 +40,8 @@ from air_lightning.checkpoint.manifest import (
 )
 from air_lightning.checkpoint.reader import UCVolumeReader
 from air_lightning.checkpoint.room import Detour, planned_bytes, require_room
-from air_lightning.checkpoint.shards import ShardStream, no_zip_checksums, run_jobs
+from air_lightning.checkpoint.shards import ShardStream, run_jobs
+from air_lightning.checkpoint.suspended import no_collections, no_zip_checksums
 from air_lightning.errors import CheckpointError, InvalidArgumentError
 
 __all__ = ["UCVolumeReader", "UCVolumeWriter"]
@@ -167,11 +168,12 @@ class UCVolumeWriter(OnVolume, FileSystemWriter):  # type: ignore[misc] # a Path
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Publish the manifest, then ``.metadata``; every rank's shards are whole by now."""
-        written = [result for of_rank in results for result in of_rank]
-        metadata.version = getattr(filesystem, "CURRENT_DCP_VERSION", None)
-        metadata.storage_data = {result.index: result.storage_data for result in written}
-        metadata.storage_meta = self.storage_meta()
-        marker = pickle.dumps(metadata)
+        with no_collections():
+            written = [result for of_rank in results for result in of_rank]
+            metadata.version = getattr(filesystem, "CURRENT_DCP_VERSION", None)
+            metadata.storage_data = {result.index: result.storage_data for result in written}
+            metadata.storage_meta = self.storage_meta()
+            marker = pickle.dumps(metadata)
         self._storage.write_bytes(MANIFEST, self._manifest(written, marker).to_bytes())
         self._storage.write_bytes(METADATA, marker)
 

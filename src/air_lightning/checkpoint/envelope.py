@@ -18,7 +18,7 @@ from typing import IO, Any, NamedTuple, cast
 import numpy as np
 import torch
 
-from air_lightning.checkpoint.shards import no_zip_checksums
+from air_lightning.checkpoint.suspended import no_zip_checksums
 
 _KEPT = 4096  # kinds of tensors, 1.5 KB each
 

@@ -1,8 +1,9 @@
 """One file out of a checkpoint directory, for programs that know nothing of directories.
 
 In order: what ``out`` asks for, by its extension, and whether something is there already; the
-source's files by their sizes; what its index claims, before memory is taken for it; then all of it
-to the CPU, and one write that appears under the name of ``out`` whole or not at all.
+source's files by their sizes; what its index claims, before memory is taken for it; whether so much
+fits beside ``out``, and a file can be made there; then all of it to the CPU, and one write that
+appears under the name of ``out`` whole or not at all.
 
 Memory at its peak: what is exported (for ``.safetensors`` the weights alone) once, and a few read
 buffers of some hundred MB. A ``.safetensors`` file is made in ``TMPDIR`` first: its library writes
@@ -10,21 +11,24 @@ to local files only.
 """
 
 import os
+import secrets
 import shutil
 import tempfile
 from collections.abc import Callable, Mapping
 from importlib.metadata import version
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
+from torch.distributed.checkpoint.metadata import Metadata
 
 from air_lightning.checkpoint import attempt
 from air_lightning.checkpoint.catalog import verify_checkpoint
-from air_lightning.checkpoint.claims import require_stored
+from air_lightning.checkpoint.claims import claimed_bytes, require_stored
 from air_lightning.checkpoint.places import TRAINER_KEY
 from air_lightning.checkpoint.reader import UCVolumeReader
 from air_lightning.checkpoint.restore import read_checkpoint
-from air_lightning.checkpoint.weights import read_extra, read_weights
+from air_lightning.checkpoint.room import no_room
+from air_lightning.checkpoint.weights import names_of_weights, read_extra, read_weights
 from air_lightning.errors import (
     AirError,
     CheckpointError,
@@ -74,16 +78,20 @@ def export_checkpoint(
         InvalidArgumentError: ``out`` has another extension, or is there already.
         CheckpointError: ``path`` is no sound checkpoint, or has no weights that can be told.
         UnsafeCheckpointError: Reading it would run code.
-        StorageError: Reading or writing failed.
+        StorageError: ``out`` cannot be written, or has no room, which is found out before anything
+            is read; or reading or writing failed.
     """
     target = paths.normalize(out, allow_local=True)
     write = _writer(target)
     storage = open_storage(paths.parent(target), allow_local=True, storage_options=storage_options)
     _require_free(storage, target, overwrite)
     source = attempt.newest(paths.normalize(path, allow_local=True), storage_options)
-    weights_alone = write is _write_safetensors
     try:
-        checkpoint = _read(source, weights_only, storage_options, weights_alone=weights_alone)
+        found = _look_at(source, storage_options, weights_alone=write is _write_safetensors)
+        if found.weights_alone:
+            _require_scratch(target, found.nbytes())
+        _require_place(storage, target, found.nbytes())
+        checkpoint = found.read(weights_only)
     except (AirError, OSError):
         raise
     except Exception as error:  # what was altered may be anything where something else was
@@ -138,27 +146,74 @@ def _require_free(storage: Storage, target: str, overwrite: bool) -> None:
         )
 
 
-def _read(
-    source: str,
-    weights_only: bool | None,
-    options: dict[str, Any] | None,
-    *,
-    weights_alone: bool,
-) -> dict[str, Any]:
+class _Source(NamedTuple):
+    """A checkpoint whose index was read, and nothing else."""
+
+    reader: UCVolumeReader
+    directory: Storage
+    metadata: Metadata
+    weights_alone: bool
+
+    @property
+    def is_ours(self) -> bool:
+        return TRAINER_KEY in self.metadata.state_dict_metadata
+
+    def nbytes(self) -> int:
+        """How many bytes the tensors to be exported have."""
+        if self.is_ours and not self.weights_alone:
+            return claimed_bytes(self.metadata, self.metadata.state_dict_metadata)
+        return claimed_bytes(self.metadata, names_of_weights(self.metadata, self.reader.path))
+
+    def read(self, weights_only: bool | None) -> dict[str, Any]:
+        """All that is to be exported, on the CPU."""
+        if self.is_ours and not self.weights_alone:
+            checkpoint, _ = read_checkpoint(
+                self.reader, rank=0, weights_only=weights_only, process_group=None, no_dist=True
+            )
+            return checkpoint
+        weights = read_weights(self.reader, self.metadata, weights_only=weights_only)
+        if self.weights_alone:
+            return weights
+        return read_extra(self.directory, weights_only=weights_only) | weights
+
+
+def _look_at(source: str, options: dict[str, Any] | None, *, weights_alone: bool) -> _Source:
     verify_checkpoint(source, storage_options=options)
     directory = open_storage(source, allow_local=True, storage_options=options)
     reader = UCVolumeReader(source, storage_options=options)
     metadata = reader.read_metadata()
     require_stored(metadata, directory)
-    if weights_alone:
-        return read_weights(reader, metadata, weights_only=weights_only)
-    if TRAINER_KEY not in metadata.state_dict_metadata:
-        extra = read_extra(directory, weights_only=weights_only)
-        return extra | read_weights(reader, metadata, weights_only=weights_only)
-    checkpoint, _ = read_checkpoint(
-        reader, rank=0, weights_only=weights_only, process_group=None, no_dist=True
-    )
-    return checkpoint
+    return _Source(reader, directory, metadata, weights_alone)
+
+
+def _require_place(storage: Storage, target: str, needed: int) -> None:
+    """Refuse a target that cannot be written, before minutes of reading.
+
+    Some storage says so at a write only, so a small file is written beside the target.
+    """
+    free = storage.free_bytes()
+    if free is not None and needed > free:
+        raise no_room(f"an export to {target}", needed, free, "Free space, or export elsewhere.")
+    probe = f".air-export-{secrets.token_hex(4)}"
+    try:
+        storage.write_bytes(probe, b"x")
+        storage.remove(probe)
+    except (AirError, OSError) as error:
+        ours = StorageError(
+            f"{target} cannot be written, and nothing was read: {error} Export to a place where "
+            "files can be made and removed."
+        )
+        ours.errno = error.errno if isinstance(error, OSError) else None
+        raise ours from error
+
+
+def _require_scratch(target: str, needed: int) -> None:
+    """Refuse weights that do not fit where safetensors' own library writes them first."""
+    directory = tempfile.gettempdir()
+    free = shutil.disk_usage(directory).free
+    if needed > free:
+        remedy = "Set TMPDIR to a directory with more, or export to a .ckpt, which needs none."
+        raise no_room(f"an export to {target} by way of {directory}", needed, free, remedy)
 
 
 def _write_ckpt(checkpoint: dict[str, Any], storage: Storage, name: str) -> None:

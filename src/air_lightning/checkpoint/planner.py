@@ -11,7 +11,6 @@ import io
 import logging
 import os
 import pickle
-from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,7 +27,7 @@ from torch.serialization import get_unsafe_globals_in_checkpoint
 
 from air_lightning.checkpoint.harmless import harmless_allowed, harmless_names
 from air_lightning.checkpoint.places import RESERVED
-from air_lightning.checkpoint.sharing import own_share
+from air_lightning.checkpoint.suspended import no_collections
 from air_lightning.checkpoint.unpickle import load_blob
 from air_lightning.errors import SaveFailedError
 
@@ -84,8 +83,15 @@ class SavePlanner(DefaultSavePlanner):
 
     def create_local_plan(self) -> SavePlan:
         """See the base class."""
-        plan: SavePlan = super().create_local_plan()
+        with no_collections():
+            plan: SavePlan = super().create_local_plan()
         return plan
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        """See the base class."""
+        with no_collections():
+            made: tuple[list[SavePlan], Metadata] = super().create_global_plan(all_plans)
+        return made
 
     def transform_object(self, write_item: WriteItem, object: Any) -> Any:  # noqa: A002 (torch's name)
         """See the base class; a blob's bytes pass unchanged."""
@@ -154,23 +160,21 @@ def save(
     *,
     process_group: dist.ProcessGroup | None,
     no_dist: bool,
-    unshared: Collection[str] = (),
 ) -> None:
     """Save ``entries``; blocks until the checkpoint is published or failed on every rank.
 
     Args:
-        entries: Flat; the same key on several ranks holds the same value.
+        entries: Flat; the same key on several ranks holds the same value, and one of them writes
+            it. Best is to give each rank its own share of these (:mod:`.sharing`).
         writer: A storage writer that was not used before.
         process_group: The ranks that take part; its collectives run on the calling thread.
         no_dist: This process saves alone, whether or not there are others.
-        unshared: Keys that no other rank has; it is quicker to know.
 
     Raises:
         CheckpointException: A rank failed (torch's class: a ``BaseException``).
     """
     planner = SavePlanner()
     if not no_dist:
-        entries = own_share(entries, process_group, unshared=unshared)
         dcp_save(entries, storage_writer=writer, planner=planner, process_group=process_group)
         return
     writer.reset()

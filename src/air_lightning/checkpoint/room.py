@@ -47,7 +47,9 @@ def require_room(storage: Storage, needed: int) -> None:
         return
     free += _reclaimed(storage)
     if needed > free:
-        raise _no_room(storage.root, needed, free, "Free space there, or save elsewhere.")
+        raise no_room(
+            f"a save in {storage.root}", needed, free, "Free space there, or save elsewhere."
+        )
 
 
 def _reclaimed(storage: Storage) -> int:
@@ -96,7 +98,7 @@ class Detour:
             raise ours from error
         if needed > free:
             remedy = "Free space there, or leave staging_dir out: shards then go up directly."
-            raise _no_room(f"staging_dir={self.directory}", needed, free, remedy)
+            raise no_room(f"a save in staging_dir={self.directory}", needed, free, remedy)
 
     @contextlib.contextmanager
     def open_write(self, storage: Storage, name: str) -> Iterator[BinaryIO]:
@@ -109,9 +111,10 @@ class Detour:
                     target.write(piece)
 
 
-def _no_room(where: str, needed: int, free: int, remedy: str) -> StorageError:
+def no_room(what: str, needed: int, free: int, remedy: str) -> StorageError:
+    """The error for what does not fit: ``what`` names it and its place."""
     error = StorageError(
-        f"No space left for a save in {where}: {free} bytes are free, and it needs {needed}. "
+        f"No space left for {what}: {free} bytes are free, and it needs {needed}. "
         f"Nothing was written. {remedy}"
     )
     error.errno = errno.ENOSPC

@@ -1,7 +1,8 @@
 """One asynchronous save in flight: staging on the caller's thread, everything else behind it.
 
-``save`` waits for the save before it (and raises its error), copies the state, and starts a thread
-that runs the DCP save on a process group of our own. Every rank's thread takes part in every save,
+``save`` waits for the save before it (and raises its error), agrees with the other ranks on who
+writes what, copies this rank's part of the state, and starts a thread that runs the DCP save on a
+process group of our own. Every rank's thread takes part in every save,
 also where its own staging or writer failed: the failure then travels through the collectives and
 is raised on every rank, instead of leaving the others to wait.
 
@@ -27,6 +28,7 @@ from torch.distributed.checkpoint.storage import StorageWriter
 
 from air_lightning.checkpoint.planner import FailedWriter, SerializedBlob, first_failure
 from air_lightning.checkpoint.planner import save as save_entries
+from air_lightning.checkpoint.sharing import own_share
 from air_lightning.checkpoint.staging import Stager
 from air_lightning.errors import InvalidArgumentError, SaveFailedError
 
@@ -39,9 +41,9 @@ class SaveStats:
 
     Attributes:
         stall_s: Seconds that the caller was blocked, waiting for the save before included.
-        stage_s: Of these, seconds of copying the state.
+        stage_s: Of these, seconds of sharing it out over the ranks and copying it.
         write_s: Seconds in the background until published or failed; 0.0 until then.
-        bytes: Size of this rank's entries, before replicated ones are shared out over the ranks.
+        bytes: Size of what this rank writes.
         published: Whether the checkpoint is complete.
     """
 
@@ -101,6 +103,7 @@ class AsyncSaver:
         *,
         on_published: Callable[[], None] | None = None,
         unshared: Collection[str] = (),
+        unsure: Collection[str] = (),
     ) -> None:
         """Stage ``entries`` and start saving them; every rank calls this for every save.
 
@@ -109,6 +112,7 @@ class AsyncSaver:
             make_writer: Called in the background; its errors fail the save on every rank.
             on_published: Called in the background once the checkpoint is complete.
             unshared: Keys that no other rank has.
+            unsure: Keys whose values may differ between ranks; then rank 0's is saved.
 
         Raises:
             SaveFailedError: The save before this one failed, or still runs after the timeout.
@@ -116,7 +120,7 @@ class AsyncSaver:
         begun = time.perf_counter()
         self.wait()
         waited = time.perf_counter()
-        staged, failure = self._stage(entries)
+        staged, failure = self._stage(entries, unshared, unsure)
         ended = time.perf_counter()
         stats = SaveStats(ended - begun, ended - waited, 0.0, _nbytes(staged))
         self.stats.append(stats)
@@ -127,7 +131,7 @@ class AsyncSaver:
             self._idle.clear()
         threading.Thread(
             target=self._run,
-            args=(staged, make_writer, failure, stats, unshared),
+            args=(staged, make_writer, failure, stats),
             name="air-lightning-save",
             daemon=True,  # exit waits in _at_exit, with a bound; joining would have none
         ).start()
@@ -215,8 +219,14 @@ class AsyncSaver:
         # A forked child has no such thread, and would wait for ever.
         return os.getpid() != self._pid or self._idle.wait(timeout_s)
 
-    def _stage(self, entries: Mapping[str, Any]) -> tuple[dict[str, Any], BaseException | None]:
+    def _stage(
+        self, entries: Mapping[str, Any], unshared: Collection[str], unsure: Collection[str]
+    ) -> tuple[dict[str, Any], BaseException | None]:
         try:
+            if not self._no_dist:
+                # No save is in flight: the group is ours, on this thread.
+                group = self._process_group
+                entries = own_share(entries, group, unshared=unshared, unsure=unsure)
             if self._preparing is not None:
                 self._preparing.join()
             return self._stager.stage(entries), None
@@ -229,12 +239,11 @@ class AsyncSaver:
         make_writer: Callable[[], StorageWriter],
         failure: BaseException | None,
         stats: SaveStats,
-        unshared: Collection[str],
     ) -> None:
         begun = time.perf_counter()
         error: SaveFailedError | None = None
         try:
-            self._write(staged, self._writer(make_writer, failure), unshared)
+            self._write(staged, self._writer(make_writer, failure))
             stats.published = True
         except BaseException as cause:  # noqa: BLE001 - CheckpointException is no Exception
             error = self._explain(cause)
@@ -243,16 +252,8 @@ class AsyncSaver:
         staged.clear()
         self._follow_up(error)
 
-    def _write(
-        self, staged: dict[str, Any], writer: StorageWriter, unshared: Collection[str]
-    ) -> None:
-        save_entries(
-            staged,
-            writer,
-            process_group=self._process_group,
-            no_dist=self._no_dist,
-            unshared=unshared,
-        )
+    def _write(self, staged: dict[str, Any], writer: StorageWriter) -> None:
+        save_entries(staged, writer, process_group=self._process_group, no_dist=self._no_dist)
 
     def _writer(
         self, make_writer: Callable[[], StorageWriter], failure: BaseException | None

@@ -10,10 +10,7 @@ import io
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any, BinaryIO, TypeVar
-
-import torch
 
 from air_lightning.checkpoint.manifest import Checksum
 
@@ -144,37 +141,6 @@ class ShardStream:
         while piece:
             written = self._raw.write(piece)
             piece = piece[len(piece) if written is None else written :]
-
-
-class _NoZipChecksums:
-    """Count of writers that want torch's CRC of each tensor off: ours covers the file.
-
-    The option is one per process. Set and restored by each thread by itself, two threads could
-    leave it off for good.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._users = 0
-        self._before = True
-
-    @contextmanager
-    def __call__(self) -> Iterator[None]:
-        with self._lock:
-            if self._users == 0:
-                self._before = torch.serialization.get_crc32_options()
-                torch.serialization.set_crc32_options(False)
-            self._users += 1
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._users -= 1
-                if self._users == 0:
-                    torch.serialization.set_crc32_options(self._before)
-
-
-no_zip_checksums = _NoZipChecksums()
 
 
 class ViewStream(io.RawIOBase):

@@ -9,8 +9,9 @@ Keys are never parsed, so parameter names may hold dots, and integer ids stay in
 makes them strings, and AdamW then restores nothing, without an error.
 
 Ranks differ in some of what all of them have: running statistics of BatchNorm, metrics. So rank 0
-gives every tensor, and the others only what is surely equal, and the shards; else a checkpoint
-would mix what belongs to several ranks.
+gives every tensor, and the others only what is equal, and the shards; else a checkpoint would mix
+what belongs to several ranks. What was equal once and should still be (frozen parameters under DDP)
+is marked, for the ranks to compare (``sharing.py``).
 
 What DCP cannot hold (sparse, quantized, nested and meta tensors, foreign tensor classes) stays in
 the blob, as does the whole state of an optimizer whose ids have no parameter names.
@@ -36,6 +37,7 @@ from air_lightning.checkpoint.places import (
 )
 from air_lightning.checkpoint.planner import LoadPlanner, SavePlanner, SerializedBlob
 from air_lightning.checkpoint.restore import read_checkpoint
+from air_lightning.checkpoint.sharing import Alike
 from air_lightning.checkpoint.staging import is_dense
 from air_lightning.errors import SaveFailedError
 
@@ -54,11 +56,13 @@ class Entries(dict[str, "torch.Tensor | SerializedBlob"]):
 
     Attributes:
         unshared: Keys of the plain tensors that this rank alone gives.
+        unsure: Keys of those that every rank gives, if they are equal.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.unshared: set[str] = set()
+        self.unsure: set[str] = set()
 
 
 _DTYPES = frozenset(
@@ -117,7 +121,7 @@ def to_entries(
         rank: This process's rank. What ranks hold alike, each of them gives; rank 0 alone the rest.
         rank_blob: What only this rank knows.
         alike: The live parameters, by name without those of wrappers, that are equal on all ranks,
-            and so their moments.
+            and so their moments; an ``Alike`` knows of which this is not sure.
 
     Returns:
         ``state_dict.<name>``, ``optimizer_states.<i>.state.<parameter>.<name>`` (names without
@@ -199,6 +203,7 @@ class _Taker:
     def __init__(self, alike: Mapping[str, torch.Tensor], models: Collection[str]) -> None:
         self.alike = alike
         self.models = models  # the first keys under which weights are
+        self.unsure = alike.unsure if isinstance(alike, Alike) else frozenset[str]()
         self.entries = Entries()
         self.places: list[Place] = []
         self.scalars: dict[torch.dtype, tuple[list[torch.Tensor], list[Path]]] = {}
@@ -261,10 +266,16 @@ class _Taker:
             paths.append(path)
             return None
         self.entries[key] = value
-        if not isinstance(value, DTensor) and not self._is_alike(value, path, like):
-            self.entries.unshared.add(key)
+        if not isinstance(value, DTensor):
+            self._note_standing(value, key, path, like)
         self.places.append(_place(value, key, path, like))
         return None
+
+    def _note_standing(self, value: torch.Tensor, key: str, path: Path, like: str) -> None:
+        if not self._is_alike(value, path, like):
+            self.entries.unshared.add(key)
+        elif like in self.unsure:
+            self.entries.unsure.add(key)
 
     def _is_alike(self, value: torch.Tensor, path: Path, like: str) -> bool:
         parameter = self.alike.get(like)

@@ -56,7 +56,7 @@ def read_weights(
         content = checked_trainer(blob[TRAINER_KEY], reader.path)
     head = _chosen(content["models"], reader.path) if content.get("models") else None
     if head is None:
-        names = _weights(metadata, reader.path)
+        names = names_of_weights(metadata, reader.path)
         left = content.get("checkpoint", {}).get("state_dict")
     else:
         names = {
@@ -99,8 +99,16 @@ def read_extra(storage: Storage, *, weights_only: bool | None) -> dict[str, Any]
     return extra if isinstance(extra, dict) else {}
 
 
-def _weights(metadata: Metadata, where: str) -> dict[str, str]:
-    """Return the name of each weight by the key of its entry."""
+def names_of_weights(metadata: Metadata, where: str) -> dict[str, str]:
+    """Return the name of each weight by the key of its entry.
+
+    Args:
+        metadata: The directory's.
+        where: The directory, for the message.
+
+    Raises:
+        CheckpointMismatchError: The names of the entries do not tell.
+    """
     planned = metadata.planner_data if isinstance(metadata.planner_data, dict) else {}
     paths = {key: _path(planned.get(key), key) for key in metadata.state_dict_metadata}
     for depth in range(2):

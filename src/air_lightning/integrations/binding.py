@@ -34,7 +34,6 @@ from lightning.pytorch.trainer.states import TrainerStatus
 
 from air_lightning.checkpoint.restore import read_rank_blobs
 from air_lightning.checkpoint.sight import UNSEEN_S, when_seen
-from air_lightning.checkpoint.state import is_storable
 from air_lightning.checkpoint.together import together
 from air_lightning.errors import (
     AirError,
@@ -140,16 +139,11 @@ class Binding:
 
     def prepare_once(self) -> None:
         """Allocate staging memory in the background, once the optimizers have their states."""
-        optimizers = self._strategy.optimizers
-        states = [state for optimizer in optimizers for state in optimizer.state.values()]
+        states = [state for own in self._strategy.optimizers for state in own.state.values()]
         if self._prepared or not states:
             return
         self._prepared = True
-        weights = self._state.weights_here()
-        moments = [value for state in states for value in state.values()]
-        self.io.prepare(
-            [value for value in [*weights, *moments] if is_storable(value) and value.dim() > 0]
-        )
+        self.io.prepare(self._state.staged_here())
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None

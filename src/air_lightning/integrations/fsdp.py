@@ -5,7 +5,7 @@ are taken, on the device. They hold ShardedTensors, cut like a DTensor with ``Sh
 given out as DTensors around the same memory, and made of them again for loading.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -25,6 +25,7 @@ from typing_extensions import override
 
 from air_lightning.checkpoint.names import renamed
 from air_lightning.checkpoint.sharding import fitted
+from air_lightning.checkpoint.state import is_storable
 from air_lightning.integrations.strategies import ModelParallelState
 
 
@@ -173,9 +174,12 @@ class FsdpState(ModelParallelState):
         return self.model_state()
 
     @override
-    def weights_here(self) -> Iterable[Any]:
-        """The flat parameters' shards."""
-        return [parameter.detach() for parameter in self.strategy.model.parameters()]
+    def staged_here(self) -> list[torch.Tensor]:
+        """The flat parameters' shards, and their moments."""
+        states = [state for own in self.strategy.optimizers for state in own.state.values()]
+        moments = [value for state in states for value in state.values()]
+        weights = [parameter.detach() for parameter in self.strategy.model.parameters()]
+        return [v for v in (*weights, *moments) if is_storable(v) and v.dim() > 0]
 
     @override
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:

@@ -126,7 +126,8 @@ class Saves:
             attempt.settle(target, options)
 
         follow_up = replace_other if self.rank == 0 else None
-        saver.save(entries, make_writer, on_published=follow_up, unshared=entries.unshared)
+        shares = {"unshared": entries.unshared, "unsure": entries.unsure}
+        saver.save(entries, make_writer, on_published=follow_up, **shares)
 
     def choose_target(self, path: PathLike) -> str:
         """Where the next save to a path goes; asked on one rank, after ``wait`` on all.

@@ -5,6 +5,7 @@ Each class below is one kind of strategy, and has the same steps for ``binding.B
     bind             replaces on the strategy instance what collects its state
     optimizer_names  the parameter name of each id in the optimizers' states
     note_alike       which parameters are equal on all ranks, which then share the writing
+    staged_here      what this rank will stage, for memory to be there before the first save
     sharding         what each rank holds of the parameters, so that it loads no more than that
     load_model       after ``on_load_checkpoint``, as under every strategy
     load_optimizers  likewise
@@ -18,10 +19,11 @@ loads under another. FSDP1 has its class in ``fsdp.py``.
 
 import copy
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from lightning.fabric.strategies import ModelParallelStrategy as FabricModelParallelStrategy
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import ModelParallelStrategy
@@ -31,7 +33,8 @@ from typing_extensions import override
 
 from air_lightning.checkpoint.names import clean, renamed
 from air_lightning.checkpoint.sharding import fitted
-from air_lightning.checkpoint.state import optimizer_names
+from air_lightning.checkpoint.sharing import Alike, like_own_share
+from air_lightning.checkpoint.state import is_storable, optimizer_names
 
 _log = logging.getLogger("air_lightning")
 
@@ -43,7 +46,7 @@ class ReplicatedState:
 
     def __init__(self, strategy: Any) -> None:
         self.strategy = strategy
-        self.alike: Mapping[str, torch.Tensor] = {}  # parameters that all ranks surely hold alike
+        self.alike = Alike()
         self._load_model = strategy.load_model_state_dict
         self._load_optimizers = strategy.load_optimizer_state_dict
         self.bind()
@@ -57,22 +60,29 @@ class ReplicatedState:
         return [optimizer_names(named, optimizer) for optimizer in self.strategy.optimizers[:count]]
 
     def note_alike(self) -> None:
-        """DDP keeps equal what it reduces: what was trainable when it wrapped the module."""
-        self.alike = reduced(self.strategy.model)
+        """DDP keeps equal what it reduces, and made equal what was frozen when it wrapped it."""
+        self.alike = alike_under(self.strategy.model)
 
     def sharding(self) -> Mapping[str, torch.Tensor]:
         """The weights as they lie on this rank."""
         weights: Mapping[str, torch.Tensor] = self.strategy.lightning_module.state_dict()
         return weights
 
-    def weights_here(self) -> Iterable[Any]:
-        """As much memory as this rank's part of the weights takes, as tensors; no collectives."""
-        first = self.strategy.is_global_zero
-        return [
-            weight
-            for name, weight in self.sharding().items()
-            if first or isinstance(weight, DTensor) or clean(name) in self.alike
-        ]
+    def staged_here(self) -> list[torch.Tensor]:
+        """As much memory as this rank will stage, as tensors; no collectives."""
+        alike = {id(parameter) for parameter in self.alike.values()}
+        held = [(clean(name) in self.alike, w) for name, w in self.sharding().items()]
+        for optimizer in self.strategy.optimizers:
+            for parameter, state in optimizer.state.items():
+                held += [(id(parameter) in alike, value) for value in state.values()]
+        held = [(shared, v) for shared, v in held if is_storable(v) and v.dim() > 0]
+        shared = [value for is_alike, value in held if is_alike]
+        own = [value for is_alike, value in held if not is_alike]
+        if not self.strategy.is_global_zero:  # rank 0 alone gives what ranks may differ in
+            own = [value for value in own if isinstance(value, DTensor)]
+        if not shared:
+            return own
+        return own + like_own_share(shared, dist.get_rank(), dist.get_world_size())
 
     def load_model(self, checkpoint: Mapping[str, Any], strict: bool) -> None:
         """Put the weights of a checkpoint into the model."""
@@ -145,18 +155,28 @@ def load_moments(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> 
     optimizer.load_state_dict(_fitted_moments(state, optimizer))
 
 
-def reduced(ddp: Any) -> dict[str, torch.Tensor]:
-    """The parameters whose gradients this module averages over all ranks; none if it is no DDP."""
+def alike_under(ddp: Any) -> Alike:
+    """The parameters that DDP made equal on all ranks, by every name they have.
+
+    It goes on averaging the gradients of those that were trainable then. Nothing changes the others
+    but the module itself, as a codebook that follows the rank's own batches.
+    """
     # A hook of the user's may average over some ranks only, as post-local SGD does.
     if not isinstance(ddp, DistributedDataParallel) or vars(ddp).get("_comm_hooks"):
-        return {}
-    return {
-        clean(name): parameter
+        return Alike()
+    parameters = {
+        name: parameter
         for name, parameter in ddp.module.named_parameters(remove_duplicate=False)
-        if parameter.requires_grad
-        and name not in ddp.parameters_to_ignore
-        and not getattr(parameter, "_ddp_ignored", False)
+        if name not in ddp.parameters_to_ignore and not getattr(parameter, "_ddp_ignored", False)
     }
+    frozen = [clean(name) for name, value in parameters.items() if not value.requires_grad]
+    return Alike({clean(name): value for name, value in parameters.items()}, frozen)
+
+
+def reduced(ddp: Any) -> dict[str, torch.Tensor]:
+    """The parameters whose gradients this module averages over all ranks; none if it is no DDP."""
+    alike = alike_under(ddp)
+    return {name: value for name, value in alike.items() if name not in alike.unsure}
 
 
 def data_share(strategy: Any) -> tuple[int, int] | None:

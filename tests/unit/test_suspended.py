@@ -1,0 +1,89 @@
+"""A switch of the process is off while anyone wants it so, and then as it was."""
+
+import gc
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from air_lightning.checkpoint.dcp import UCVolumeWriter
+from air_lightning.checkpoint.planner import save
+from air_lightning.checkpoint.suspended import no_collections
+from ranks import run_ranks
+
+
+@pytest.fixture(autouse=True)
+def collector() -> Iterator[None]:
+    """The collector is on, and on again afterwards."""
+    assert gc.isenabled()
+    yield
+    gc.enable()
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_the_last_user_puts_it_back(before: bool) -> None:
+    """With two threads inside, the first to leave changes nothing, the last restores."""
+    if not before:
+        gc.disable()
+    inside, leave = threading.Event(), threading.Event()
+
+    def other() -> None:
+        with no_collections():
+            inside.set()
+            leave.wait(30)
+
+    thread = threading.Thread(target=other)
+    with no_collections():
+        thread.start()
+        assert inside.wait(30)
+        assert not gc.isenabled()
+    assert not gc.isenabled()
+    leave.set()
+    thread.join()
+    assert gc.isenabled() is before
+
+
+def test_an_error_inside_puts_it_back() -> None:
+    """What is raised inside leaves the switch as it was."""
+    with pytest.raises(KeyError), no_collections():
+        raise KeyError
+    assert gc.isenabled()
+
+
+def _collects_again() -> None:
+    assert gc.isenabled()
+    with no_collections():
+        assert not gc.isenabled()
+    assert gc.isenabled()
+
+
+def test_a_process_forked_meanwhile_has_it_as_before(tmp_path: Path) -> None:
+    """A loader worker that starts during a save collects its garbage."""
+    log = tmp_path / "log"
+    with no_collections():
+        statuses = run_ranks(_collects_again, log=log)
+    assert statuses == [0], log.read_text()
+    assert gc.isenabled()
+
+
+def test_planning_a_save_sets_off_no_collection(tmp_path: Path) -> None:
+    """Between the first call of the planner and the last shard's start, nothing is collected."""
+    state = {f"state_dict.t{i}": torch.ones(1) for i in range(3000)}
+    collected: list[int] = []
+
+    def note(phase: str, info: dict[str, int]) -> None:
+        if phase == "start" and not any(tmp_path.glob("c/.*.tmp")):
+            collected.append(info["generation"])
+
+    writer = UCVolumeWriter(tmp_path / "c")
+    gc.callbacks.append(note)
+    try:
+        save(state, writer, process_group=None, no_dist=True)
+    finally:
+        gc.callbacks.remove(note)
+    assert 2 not in collected
+    assert gc.isenabled()
+    assert os.path.exists(tmp_path / "c" / ".metadata")
