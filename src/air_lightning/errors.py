@@ -5,6 +5,7 @@ The tree, so that a caller can catch as widely or as narrowly as is needed::
     AirError
     ├── InvalidArgumentError (ValueError)      an argument that cannot work, whatever the data
     │   └── InvalidPathError                   neither a volume path nor a URL
+    ├── InvalidTypeError (TypeError)           an argument of a kind that cannot work
     ├── VolumeNotMountedError (OSError)        /Volumes is not there, and nothing stands in for it
     ├── StorageError (OSError)                 reading or writing failed, after retries
     │   ├── FileVanishedError                  a listed file is no longer there
@@ -36,6 +37,10 @@ class InvalidArgumentError(AirError, ValueError):
 
 class InvalidPathError(InvalidArgumentError):
     """A path is neither a volume path nor an fsspec URL."""
+
+
+class InvalidTypeError(AirError, TypeError):
+    """An argument is an object of a kind that cannot work."""
 
 
 class VolumeNotMountedError(AirError, OSError):

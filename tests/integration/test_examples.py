@@ -149,3 +149,21 @@ def test_shards_resume_in_the_middle_of_one(workers: str) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("PASS  ") == 3
     assert "FAIL" not in done.stdout
+
+
+@pytest.mark.timeout(150)
+def test_fabric_loop_goes_on(tmp_path: Path) -> None:
+    """A second start of the Fabric loop goes on from the first one's last checkpoint."""
+    command = [sys.executable, str(EXAMPLES / "fabric_loop.py"), "--work", str(tmp_path)]
+    outputs = []
+    for epochs in ("1", "2"):
+        started = [*command, "--save-every", "5", "--epochs", epochs]
+        done = subprocess.run(started, capture_output=True, text=True, timeout=70, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+        outputs.append(done.stdout)
+    assert "started fresh" in outputs[0]
+    assert list(losses(outputs[0])) == list(range(1, 25))
+    assert "resumed from /Volumes/demo/numbers/checkpoints/step=20" in outputs[1]
+    again = losses(outputs[1])
+    assert list(again) == list(range(21, 49))
+    assert all(again[step] == losses(outputs[0])[step] for step in range(21, 25))

@@ -2,9 +2,11 @@
 
 from typing import Any
 
+from lightning import Fabric
 from typing_extensions import assert_type
 
 from air_lightning import (
+    AirCheckpointIO,
     DataLoader,
     UCVolumeDataset,
     export_checkpoint,
@@ -24,3 +26,7 @@ assert_type(loader.state_dict(), dict[str, Any])
 assert_type(loader.statistics(), dict[str, float])
 assert_type(len(dataset), int)
 assert_type(write_manifest("/Volumes/a/b/c", "/Volumes/a/b/d/list", pattern="*.png"), int)
+
+plugin = AirCheckpointIO().attach(Fabric())
+assert_type(plugin, AirCheckpointIO)
+assert_type(plugin.resume("/Volumes/a/b/c", {"step": 0}), str | None)

@@ -1,14 +1,16 @@
 """What the trainer's blob says about where each value belongs (state.py writes, restore.py reads).
 
 The blob is a dict of ``version``, ``checkpoint`` (the Trainer's dict, with None where a tensor was
-taken), ``places`` (entries) and ``scalars`` (zero-dimensional tensors, packed by dtype). The lists
-are JSON strings: pickling thousands of small objects would cost the training thread milliseconds.
+taken), ``places`` (entries), ``scalars`` (zero-dimensional tensors, packed by dtype) and, where the
+keys are not the Trainer's, ``models`` (which of them hold a module's weights). The lists are JSON
+strings: pickling thousands of small objects would cost the training thread milliseconds.
 """
 
 import json
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
+RESERVED = "air."  # what begins so is of this package
 TRAINER_KEY = "air.trainer"
 VERSION = 1
 

@@ -26,10 +26,12 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 from torch.serialization import get_unsafe_globals_in_checkpoint
 
 from air_lightning.checkpoint.harmless import harmless_allowed, harmless_names
+from air_lightning.checkpoint.places import RESERVED
 from air_lightning.checkpoint.suspended import no_collections
 from air_lightning.checkpoint.unpickle import load_blob
 from air_lightning.errors import SaveFailedError
 
+_FLAT = (RESERVED.rstrip("."), "optimizer_states")
 _log = logging.getLogger("air_lightning")
 _warned: set[frozenset[str]] = set()
 
@@ -62,8 +64,8 @@ class SerializedBlob:
 class SavePlanner(DefaultSavePlanner):
     """Plans flat entries, and hands blobs to the writer as they are.
 
-    ``Metadata.planner_data`` nests the model's keys under ``state_dict``, so that torch's
-    ``dcp_to_torch_save`` makes a file whose ``["state_dict"]`` a module loads.
+    ``Metadata.planner_data`` nests the model's keys under ``state_dict``, or under what the saver
+    called it, so that torch's ``dcp_to_torch_save`` makes a file of which a module loads that part.
     """
 
     def set_up_planner(
@@ -247,7 +249,7 @@ def first_failure(
 
 def _nested(key: str) -> tuple[str, ...]:
     head, dot, rest = key.partition(".")
-    return (head, rest) if dot and head == "state_dict" else (key,)
+    return (head, rest) if dot and head not in _FLAT else (key,)
 
 
 def _warn_of_unsafe_globals(key: str, data: bytes) -> None:

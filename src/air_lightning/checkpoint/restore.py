@@ -62,44 +62,113 @@ def read_checkpoint(
         CheckpointMismatchError: The directory is none of this package, or of another model.
         CorruptCheckpointError: An entry is not there.
     """
-    blobs: dict[str, Any] = {TRAINER_KEY: None, rank_key(rank): None}
-    planner = LoadPlanner(weights_only=weights_only, allow_partial_load=True)
-    metadata = load(blobs, reader, planner, process_group=process_group, no_dist=no_dist)
-    where = str(getattr(reader, "checkpoint_id", reader))
-    content = _checked_trainer(blobs[TRAINER_KEY], where)
-    checkpoint: dict[str, Any] = content["checkpoint"]
-    places = unpack_places(content["places"])
-    if not moments:
-        checkpoint.pop("optimizer_states", None)
-        places = [place for place in places if place.path[0] in checkpoint]
-    sizes = {place.key: _tensor_metadata(metadata, place.key, where) for place in places}
-    if state_dict is not None:
-        # Each place in the model's state, by name, with the shape that was saved.
-        shapes = {
-            str(place.path[1]): sizes[place.key].size
-            for place in places
-            if place.path[0] == "state_dict" and len(place.path) == 2
-        }
-        names = list(checkpoint.get("state_dict") or ())
-        compare_models(names, shapes, state_dict, strict=strict, where=where)
-    live = {clean(name): tensor for name, tensor in (sharding or state_dict or {}).items()}
-    tensors = {place.key: _room(place, sizes[place.key], live, where) for place in places}
-    planner = LoadPlanner(weights_only=weights_only)
-    load(
-        tensors,
+    stored = Stored(
         reader,
-        planner,
+        rank=rank,
+        weights_only=weights_only,
         process_group=process_group,
         no_dist=no_dist,
-        metadata=metadata,
     )
-    for place in places:
-        put(checkpoint, place.path, _as_saved(tensors[place.key], place))
-    for packed, paths in content["scalars"]:
-        for path, scalar in zip(unpack_paths(paths), packed, strict=True):
-            if path[0] in checkpoint:
-                put(checkpoint, path, scalar.clone())
-    return checkpoint, blobs[rank_key(rank)]
+    if not moments:
+        stored.leave_out(["optimizer_states"])
+    if state_dict is not None:
+        stored.compare("state_dict", state_dict, strict=strict)
+    return stored.read(sharding or state_dict or {}), stored.rank_blob
+
+
+class Stored:
+    """A checkpoint whose blobs were read, and whose tensors are still to be.
+
+    Attributes:
+        checkpoint: The checkpoint dict, with None where tensors belong.
+        rank_blob: What the rank alone saved, None if there was no such rank.
+        models: The keys of modules' weights, where the saver chose the keys; else None.
+
+    Args:
+        reader: As of :func:`read_checkpoint`, as are the others.
+        rank: As there.
+        weights_only: As there.
+        process_group: As there.
+        no_dist: As there.
+
+    Raises:
+        CheckpointMismatchError: The directory is none of this package.
+        CorruptCheckpointError: An entry is not there.
+    """
+
+    def __init__(
+        self,
+        reader: StorageReader,
+        *,
+        rank: int,
+        weights_only: bool | None,
+        process_group: dist.ProcessGroup | None = None,
+        no_dist: bool = True,
+    ) -> None:
+        self._reader = reader
+        self._weights_only = weights_only
+        self._ranks: dict[str, Any] = {"process_group": process_group, "no_dist": no_dist}
+        blobs: dict[str, Any] = {TRAINER_KEY: None, rank_key(rank): None}
+        planner = LoadPlanner(weights_only=weights_only, allow_partial_load=True)
+        self._metadata = load(blobs, reader, planner, **self._ranks)
+        self.where = str(getattr(reader, "checkpoint_id", reader))
+        content = checked_trainer(blobs[TRAINER_KEY], self.where)
+        self.checkpoint: dict[Any, Any] = content["checkpoint"]
+        self.rank_blob: dict[str, Any] | None = blobs[rank_key(rank)]
+        self.models: list[Any] | None = content.get("models")
+        self._scalars = content["scalars"]
+        self._places = unpack_places(content["places"])
+        self._sizes = {
+            place.key: _tensor_metadata(self._metadata, place.key, self.where)
+            for place in self._places
+        }
+
+    def leave_out(self, keys: Iterable[Any]) -> None:
+        """Neither read nor give these keys of the checkpoint."""
+        for key in keys:
+            self.checkpoint.pop(key, None)
+        self._places = [place for place in self._places if place.path[0] in self.checkpoint]
+
+    def with_tensors(self) -> set[Any]:
+        """The keys of the checkpoint under which there are entries to read."""
+        return {place.path[0] for place in self._places}
+
+    def compare(self, key: Any, live: Mapping[str, Any], *, strict: bool) -> None:
+        """Compare the weights under a key with a live model's, before any is read.
+
+        Raises:
+            CheckpointMismatchError: They are of another model.
+        """
+        # Each place in the model's state, by name, with the shape that was saved.
+        shapes = {
+            clean(str(place.path[1])): self._sizes[place.key].size
+            for place in self._places
+            if place.path[0] == key and len(place.path) == 2
+        }
+        names = [clean(str(name)) for name in self.checkpoint.get(key) or ()]
+        known = {clean(name): value for name, value in live.items()}
+        compare_models(names, shapes, known, strict=strict, where=self.where)
+
+    def read(self, live: Mapping[str, Any]) -> dict[Any, Any]:
+        """Read the tensors into the checkpoint, and return it.
+
+        Args:
+            live: Tensors by the name that entries are to be like, for their sharding.
+        """
+        known = {clean(name): tensor for name, tensor in live.items()}
+        tensors = {
+            place.key: _room(place, self._sizes[place.key], known, self.where)
+            for place in self._places
+        }
+        planner = LoadPlanner(weights_only=self._weights_only)
+        load(tensors, self._reader, planner, metadata=self._metadata, **self._ranks)
+        for place in self._places:
+            put(self.checkpoint, place.path, _as_saved(tensors[place.key], place))
+        for packed, paths in self._scalars:
+            for path, scalar in zip(unpack_paths(paths), packed, strict=True):
+                if path[0] in self.checkpoint:
+                    put(self.checkpoint, path, scalar.clone())
+        return self.checkpoint
 
 
 def read_rank_blobs(
@@ -118,7 +187,8 @@ def read_rank_blobs(
     return list(blobs.values())
 
 
-def _checked_trainer(content: Any, where: str) -> dict[str, Any]:
+def checked_trainer(content: Any, where: str) -> dict[str, Any]:
+    """Return the trainer's blob, once it is known to be one of ours and of a known version."""
     if not isinstance(content, dict):
         raise CheckpointMismatchError(
             f"{where} is a DCP checkpoint without the entry {TRAINER_KEY}; one that "

@@ -20,6 +20,7 @@ from air_lightning.errors import (
 )
 
 _log = logging.getLogger("air_lightning")
+UNSEEN_S = 60.0  # that a checkpoint which rank 0 sees may be out of another one's sight
 _T = TypeVar("_T")
 
 _FIRST_POLL_S, _LAST_POLL_S = 0.05, 2.0

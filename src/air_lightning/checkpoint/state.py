@@ -19,21 +19,36 @@ the blob, as does the whole state of an optimizer whose ids have no parameter na
 
 import logging
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
 from air_lightning.checkpoint.names import clean
-from air_lightning.checkpoint.places import TRAINER_KEY, VERSION, Path, Place, pack, rank_key
+from air_lightning.checkpoint.places import (
+    RESERVED,
+    TRAINER_KEY,
+    VERSION,
+    Path,
+    Place,
+    pack,
+    rank_key,
+)
 from air_lightning.checkpoint.planner import LoadPlanner, SavePlanner, SerializedBlob
 from air_lightning.checkpoint.restore import read_checkpoint
 from air_lightning.checkpoint.sharing import Alike
 from air_lightning.checkpoint.staging import is_dense
 from air_lightning.errors import SaveFailedError
 
-__all__ = ["LoadPlanner", "SavePlanner", "SerializedBlob", "read_checkpoint", "to_entries"]
+__all__ = [
+    "LoadPlanner",
+    "SavePlanner",
+    "SerializedBlob",
+    "read_checkpoint",
+    "to_entries",
+    "to_keyed_entries",
+]
 
 
 class Entries(dict[str, "torch.Tensor | SerializedBlob"]):
@@ -113,19 +128,67 @@ def to_entries(
         those of wrappers), on rank 0 ``air.trainer``, and ``air.rank.<rank>``. A blob that cannot
         be serialized carries its error, which the save then raises on every rank.
     """
-    taker = _Taker(alike or {})
+    taker = _Taker(alike or {}, {"state_dict"})
     rest = dict(checkpoint)
     if "state_dict" in rest:
         rest["state_dict"] = taker.take_model(rest["state_dict"])
     states = rest.get("optimizer_states")
     if type(states) is list:
         rest["optimizer_states"] = [
-            taker.take_optimizer(i, state, optimizer_names[i] if i < len(optimizer_names) else None)
+            taker.take_optimizer(
+                f"optimizer_states.{i}",
+                ("optimizer_states", i),
+                state,
+                optimizer_names[i] if i < len(optimizer_names) else None,
+            )
             for i, state in enumerate(states)
         ]
+    return _complete(taker, rest, rank, rank_blob)
+
+
+def to_keyed_entries(
+    state: Mapping[Any, Any],
+    *,
+    models: Sequence[str],
+    optimizers: Mapping[str, Mapping[int, str] | None],
+    rank: int,
+    rank_blob: Mapping[str, Any],
+    alike: Mapping[str, torch.Tensor] | None = None,
+) -> Entries:
+    """Turn a state whose keys are its owner's choice into flat DCP entries, as ``to_entries`` does.
+
+    Tensors under every key become entries, however deep in plain dicts and lists they are.
+
+    Args:
+        state: State dicts and plain values by key.
+        models: The keys of modules' state dicts.
+        optimizers: For each key of an optimizer's state the parameter name of each integer id, with
+            the key of its model before it (``model.layer.weight``); None where there is none.
+        rank: As of ``to_entries``.
+        rank_blob: As of ``to_entries``.
+        alike: As of ``to_entries``, by such names.
+
+    Returns:
+        ``<key>.<name>``, ``<key>.state.<parameter>.<name>`` for optimizers, and the blobs.
+    """
+    taker = _Taker(alike or {}, set(models))
+    rest: dict[Any, Any] = {}
+    for key, value in state.items():
+        names = optimizers.get(str(key))
+        if names is None:
+            rest[key] = taker.take(value, clean(str(key)), (key,))
+        else:
+            rest[key] = taker.take_optimizer(str(key), (key,), value, names)
+    return _complete(taker, rest, rank, rank_blob, models=list(models))
+
+
+def _complete(
+    taker: "_Taker", rest: dict[Any, Any], rank: int, rank_blob: Mapping[str, Any], **more: Any
+) -> Entries:
+    """The entries of this rank: what it gives of those taken, and the blobs."""
     entries: Entries = taker.entries
     if rank == 0:
-        entries[TRAINER_KEY] = _trainer_blob(rest, taker)
+        entries[TRAINER_KEY] = _trainer_blob(rest, taker, more)
     else:
         for key in entries.unshared:
             del entries[key]
@@ -137,8 +200,9 @@ def to_entries(
 class _Taker:
     """Takes tensors out of a nested state: entries, their places, and what is left."""
 
-    def __init__(self, alike: Mapping[str, torch.Tensor]) -> None:
+    def __init__(self, alike: Mapping[str, torch.Tensor], models: Collection[str]) -> None:
         self.alike = alike
+        self.models = models  # the first keys under which weights are
         self.unsure = alike.unsure if isinstance(alike, Alike) else frozenset[str]()
         self.entries = Entries()
         self.places: list[Place] = []
@@ -151,10 +215,12 @@ class _Taker:
         left = _shell(state)
         for name, value in state.items():
             known = clean(str(name))
-            left[name] = self._take(value, f"state_dict.{known}", ("state_dict", name), known)
+            left[name] = self.take(value, f"state_dict.{known}", ("state_dict", name), known)
         return left
 
-    def take_optimizer(self, i: int, state: Any, names: Mapping[int, str] | None) -> Any:
+    def take_optimizer(
+        self, prefix: str, where: Path, state: Any, names: Mapping[int, str] | None
+    ) -> Any:
         """Return ``state`` with None for each tensor taken; parameters without a name stay."""
         if names is None or type(state) is not dict or not _walkable(state.get("state")):
             return state
@@ -164,29 +230,37 @@ class _Taker:
             if number not in names:
                 left["state"][number] = value
                 continue
-            name, path = clean(names[number]), ("optimizer_states", i, "state", number)
-            key = f"optimizer_states.{i}.state.{name}"
-            left["state"][number] = self._take(value, key, path, name)
+            name = clean(names[number])
+            key, path = f"{prefix}.state.{name}", (*where, "state", number)
+            left["state"][number] = self.take(value, key, path, name)
         return left
 
-    def _take(self, value: Any, key: str, path: Path, like: str) -> Any:
+    def take(self, value: Any, key: str, path: Path, like: str | None = None) -> Any:
+        """Return ``value`` with None for each tensor taken.
+
+        Args:
+            value: Anything.
+            key: Of its entry, or where the keys of its entries begin.
+            path: Where it is in the checkpoint.
+            like: The parameter whose sharding it follows; by default the one of its entry's key.
+        """
         if _walkable(value):
             left = _shell(value)
             for name, item in value.items():
-                left[name] = self._take(item, f"{key}.{name}", (*path, name), like)
+                known = clean(str(name))
+                left[name] = self.take(item, f"{key}.{known}", (*path, name), like)
             return left
         if type(value) is list:
-            return [
-                self._take(item, f"{key}.{i}", (*path, i), like) for i, item in enumerate(value)
-            ]
+            return [self.take(item, f"{key}.{i}", (*path, i), like) for i, item in enumerate(value)]
         # Two dotted names can give one key; the second value then stays in the blob.
-        if not is_storable(value) or key in self.entries:
+        if not is_storable(value) or key in self.entries or key.startswith(RESERVED):
             return value
+        like = key if like is None else like
         if isinstance(value, DTensor) and any(place.is_partial() for place in value.placements):
             # Each rank holds a summand; DCP would save one rank's.
             value = value.full_tensor()
         # Adam's steps, one for each parameter, cost more as entries than they weigh.
-        if path[0] != "state_dict" and _is_cpu_scalar(value):
+        if path[0] not in self.models and _is_cpu_scalar(value):
             packed, paths = self.scalars.setdefault(value.dtype, ([], []))
             packed.append(value)
             paths.append(path)
@@ -205,7 +279,7 @@ class _Taker:
 
     def _is_alike(self, value: torch.Tensor, path: Path, like: str) -> bool:
         parameter = self.alike.get(like)
-        if parameter is None or path[0] != "state_dict":
+        if parameter is None or path[0] not in self.models:
             return parameter is not None
         # A callback of rank 0 may have put other weights in the parameter's place.
         return value.data_ptr() == parameter.data_ptr() and value.shape == parameter.shape
@@ -255,8 +329,9 @@ def _place(value: torch.Tensor, key: str, path: Path, like: str) -> Place:
     )
 
 
-def _trainer_blob(rest: dict[str, Any], taker: "_Taker") -> SerializedBlob:
+def _trainer_blob(rest: dict[str, Any], taker: "_Taker", more: Mapping[str, Any]) -> SerializedBlob:
     content = {
+        **more,
         "version": VERSION,
         "checkpoint": rest,
         "places": pack(taker.places),

@@ -2,20 +2,24 @@
 
 Which entries are weights is told by the names under which they were saved: those below a
 ``state_dict`` or ``model`` on the first or second level, else, where there is no nesting and every
-entry is a tensor, all of them. Nothing else is read.
+entry is a tensor, all of them. Of a Fabric loop's checkpoint, whose keys are the user's, the blob
+tells. Nothing else is read.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.tensor import DTensor
 
 from air_lightning.checkpoint.harmless import harmless_allowed
 from air_lightning.checkpoint.manifest import is_missing
-from air_lightning.checkpoint.places import TRAINER_KEY
+from air_lightning.checkpoint.names import clean
+from air_lightning.checkpoint.places import TRAINER_KEY, unpack_places
 from air_lightning.checkpoint.planner import LoadPlanner, load
 from air_lightning.checkpoint.reader import UCVolumeReader
+from air_lightning.checkpoint.restore import checked_trainer
 from air_lightning.checkpoint.unpickle import load_blob
 from air_lightning.errors import CheckpointMismatchError
 from air_lightning.volumes.storage import Storage
@@ -25,14 +29,19 @@ _EXTRA = "meta.pt"  # where Lightning's sharded checkpoints keep all but tensors
 
 
 def read_weights(
-    reader: UCVolumeReader, metadata: Metadata, *, weights_only: bool | None
+    reader: UCVolumeReader,
+    metadata: Metadata,
+    *,
+    weights_only: bool | None,
+    live: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Read the weights as full tensors on the CPU.
+    """Read the weights, as full tensors on the CPU.
 
     Args:
         reader: Of the directory.
         metadata: What its ``read_metadata`` gave.
         weights_only: As of ``torch.load``, for entries that are no tensors; None means True.
+        live: A module's state dict; where it holds a DTensor, only this rank's part is read.
 
     Returns:
         A dict with ``state_dict`` alone.
@@ -40,15 +49,41 @@ def read_weights(
     Raises:
         CheckpointMismatchError: The names do not tell which entries are weights.
     """
-    names = names_of_weights(metadata, reader.path)
-    entries: dict[str, Any] = {key: _empty(metadata, key) for key in names}
+    blob: dict[str, Any] = {TRAINER_KEY: None}
+    content: dict[str, Any] = {}
     if TRAINER_KEY in metadata.state_dict_metadata:
-        entries[TRAINER_KEY] = None
-    planner = LoadPlanner(weights_only=weights_only)
-    load(entries, reader, planner, process_group=None, no_dist=True)
-    left = entries.pop(TRAINER_KEY, {"checkpoint": {}})["checkpoint"].get("state_dict")
+        load(blob, reader, LoadPlanner(weights_only=weights_only), process_group=None, no_dist=True)
+        content = checked_trainer(blob[TRAINER_KEY], reader.path)
+    head = _chosen(content["models"], reader.path) if content.get("models") else None
+    if head is None:
+        names = names_of_weights(metadata, reader.path)
+        left = content.get("checkpoint", {}).get("state_dict")
+    else:
+        names = {
+            place.key: ".".join(map(str, place.path[1:]))
+            for place in unpack_places(content["places"])
+            if place.path[0] == head
+        }
+        left = content["checkpoint"][head]
+    known = {clean(name): value for name, value in (live or {}).items()}
+    entries: dict[str, Any] = {
+        key: _empty(metadata, key, known.get(clean(name))) for key, name in names.items()
+    }
+    load(entries, reader, LoadPlanner(weights_only=weights_only), process_group=None, no_dist=True)
     state = {name: entries[key] for key, name in names.items()}
     return {"state_dict": {**state, **_leftovers(left)}}
+
+
+def _chosen(models: Sequence[Any], where: str) -> Any:
+    """The key of the only module, or of the one that has a usual name."""
+    usual = [key for key in models if key in _HEADS]
+    if len(models) == 1 or usual:
+        return (usual or models)[0]
+    raise CheckpointMismatchError(
+        f"{where} holds several models, {', '.join(map(str, models))}, none of which is called "
+        "'state_dict' or 'model': which one is wanted cannot be told. Load them by their keys: "
+        f"fabric.load(path, {{{str(models[0])!r}: model}}, strict=False)."
+    )
 
 
 def read_extra(storage: Storage, *, weights_only: bool | None) -> dict[str, Any]:
@@ -103,10 +138,12 @@ def _path(planned: Any, key: str) -> tuple[Any, ...]:
     return planned if isinstance(planned, tuple) and planned else (key,)
 
 
-def _empty(metadata: Metadata, key: str) -> torch.Tensor | None:
+def _empty(metadata: Metadata, key: str, like: Any) -> torch.Tensor | None:
     entry = metadata.state_dict_metadata[key]
     if not isinstance(entry, TensorStorageMetadata):
         return None
+    if isinstance(like, DTensor) and like.shape == entry.size:
+        return torch.empty_like(like, dtype=entry.properties.dtype, requires_grad=False)
     return torch.empty(entry.size, dtype=entry.properties.dtype, device="cpu")
 
 

@@ -32,9 +32,8 @@ from lightning.pytorch.strategies import (
 )
 from lightning.pytorch.trainer.states import TrainerStatus
 
-from air_lightning.checkpoint.dcp import UCVolumeReader
 from air_lightning.checkpoint.restore import read_rank_blobs
-from air_lightning.checkpoint.sight import when_seen
+from air_lightning.checkpoint.sight import UNSEEN_S, when_seen
 from air_lightning.checkpoint.together import together
 from air_lightning.errors import (
     AirError,
@@ -42,6 +41,7 @@ from air_lightning.errors import (
     InvalidArgumentError,
     SaveFailedError,
 )
+from air_lightning.integrations import files
 from air_lightning.integrations.averaging import keep_places_in_saves
 from air_lightning.integrations.checkpoint_io import AirCheckpointIO
 from air_lightning.integrations.entrance import Entrance
@@ -60,7 +60,6 @@ logger = logging.getLogger("air_lightning")
 _T = TypeVar("_T")
 
 _INTERRUPTED_WAIT_S = 30.0  # for the other ranks to come to a save on an exception
-_UNSEEN_S = 60.0  # that a checkpoint which rank 0 sees may be out of another one's sight
 
 _SUPPORTED = (SingleDeviceStrategy, DDPStrategy, ModelParallelStrategy, FSDPStrategy)
 # Subclasses of those above that keep their state elsewhere.
@@ -235,6 +234,7 @@ class Binding:
             checkpoint, blob = self._on_all(
                 located, lambda: self.io.load(located, weights_only=weights_only)
             )
+        files.require_trainers(checkpoint, checkpoint_path)
         if is_fit:
 
             def read_blobs(ranks: Iterable[int]) -> list[Any]:
@@ -257,7 +257,7 @@ class Binding:
         """Read on every rank: one that fails alone would leave the others in a collective."""
         step = read
         if located.is_whole and not self._trainer.is_global_zero:
-            bound_s = min(_UNSEEN_S, self.io.timeout_s / 2)  # others wait for it in a collective
+            bound_s = min(UNSEEN_S, self.io.timeout_s / 2)  # others wait for it in a collective
             step = partial(when_seen, read, located.target, self.io.storage_options, bound_s)
         return together(step, f"Loading {located.target}", self.io.group)
 
@@ -266,10 +266,7 @@ class Binding:
     ) -> list[Any]:
         told = self.weights_only if weights_only is None else weights_only
         # Many small reads from as many files: what they cost is the wait for each.
-        reader = UCVolumeReader(
-            target, verify=self.io.verify, storage_options=self.io.storage_options, thread_count=16
-        )
-        return read_rank_blobs(reader, ranks, weights_only=told)
+        return read_rank_blobs(self.io.reader(target, thread_count=16), ranks, weights_only=told)
 
     def _load_shards(
         self, located: Located, weights_only: bool | None

@@ -13,39 +13,40 @@ the old one's place once it is published. Where a volume refuses the rename it s
 name, which loading and ``find_latest_valid`` know.
 
 Where nothing bound the strategy, its rank 0 calls ``save_checkpoint``, and that process writes
-the whole checkpoint by itself.
+the whole checkpoint by itself. In a Fabric loop ``attach`` binds it (``fabric.py``).
 """
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from lightning.fabric import Fabric
 from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
-from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from typing_extensions import override
 
-from air_lightning.checkpoint import attempt
 from air_lightning.checkpoint.catalog import remove_checkpoint
-from air_lightning.checkpoint.clone import can_clone, clone
-from air_lightning.checkpoint.dcp import UCVolumeReader, UCVolumeWriter
+from air_lightning.checkpoint.dcp import UCVolumeReader
 from air_lightning.checkpoint.order import both
-from air_lightning.checkpoint.room import Detour
 from air_lightning.checkpoint.saver import AsyncSaver
-from air_lightning.checkpoint.state import read_checkpoint, to_entries
+from air_lightning.checkpoint.state import read_checkpoint, to_entries, to_keyed_entries
 from air_lightning.errors import CheckpointMismatchError, InvalidArgumentError
+from air_lightning.integrations import files
 from air_lightning.integrations.located import Located, PathLike, locate
+from air_lightning.integrations.saving import Saves
 from air_lightning.volumes import path as volume_path
 
+if TYPE_CHECKING:
+    from air_lightning.integrations.fabric import FabricBinding
 
-class AirCheckpointIO(CheckpointIO):
-    """Saves a Trainer's checkpoints asynchronously, by every rank, as DCP directories.
+
+class AirCheckpointIO(Saves, CheckpointIO):
+    """Saves checkpoints of a Trainer or Fabric asynchronously, by every rank, as DCP directories.
 
     ``Trainer(plugins=[AirCheckpointIO()])`` is enough: a callback that Lightning finds through an
     entry point binds the Trainer's strategy to this plugin (single device, DDP, model parallel,
-    FSDP).
+    FSDP). With Fabric: ``AirCheckpointIO().attach(fabric)``.
 
     Args:
         storage_options: Options for fsspec when a checkpoint path is a URL.
@@ -68,47 +69,87 @@ class AirCheckpointIO(CheckpointIO):
         timeout_s: float = 1800.0,
         staging_dir: str | os.PathLike[str] | None = None,
     ) -> None:
-        if not timeout_s > 0:
-            raise InvalidArgumentError(
-                f"timeout_s={timeout_s!r} was given; a positive number of seconds is wanted."
-            )
-        self.storage_options = storage_options
+        super().__init__(
+            storage_options=storage_options, timeout_s=timeout_s, staging_dir=staging_dir
+        )
         self.verify = verify
-        self.timeout_s = timeout_s
-        self.staging_dir = None if staging_dir is None else Detour(staging_dir).directory
-        self._saver: AsyncSaver | None = None
-        self.group: dist.ProcessGroup | None = None
-        self._world: object | None = None
-        self._bound = False
         self._then: Callable[[], None] | None = None
-        self._clones: dict[str, bool] = {}
-        self._target: str | None = None  # of the last save, which may be in flight
+        self._fabric: FabricBinding | None = None
+        self._loaders: dict[str, Any] = {}
+
+    def attach(self, fabric: Fabric) -> "AirCheckpointIO":
+        """Let ``fabric.save`` and ``fabric.load`` be this plugin's, on every rank.
+
+        Before or after ``fabric.launch()``, under single device, DDP, ModelParallelStrategy and
+        FSDP; best before ``fabric.setup``. Attaching again changes nothing.
+
+        Args:
+            fabric: The Fabric of this process.
+
+        Returns:
+            This plugin, for ``wait``, ``resume`` and ``register``.
+
+        Raises:
+            InvalidTypeError: It is no Fabric; a Trainer takes the plugin in ``plugins=[...]``.
+            InvalidArgumentError: Its strategy keeps its state where this release cannot save it,
+                or another plugin is attached to it.
+        """
+        from air_lightning.integrations.fabric import attach
+
+        self._fabric = attach(self, fabric)
+        return self
+
+    def register(self, **loaders: Any) -> None:
+        """Save and restore these loaders in a Fabric loop without their being in its state.
+
+        Args:
+            **loaders: By the name under which each is saved; wrapped by Fabric or not.
+
+        Raises:
+            InvalidArgumentError: One has no ``state_dict`` and ``load_state_dict``.
+        """
+        from air_lightning.integrations.fabric_position import require_loader
+
+        self._loaders.update({name: require_loader(name, x) for name, x in loaders.items()})
 
     @property
-    def stats(self) -> list[Any]:
-        """One record per save of this process: stall, staging and writing in seconds, bytes."""
-        return [] if self._saver is None else list(self._saver.stats)
+    def registered(self) -> dict[str, Any]:
+        """The loaders that were registered, by name."""
+        return dict(self._loaders)
 
-    def connect(self) -> None:
-        """Create what saves of all ranks need; every rank calls this at the same moment.
+    def resume(
+        self,
+        root: PathLike,
+        state: dict[str, Any],
+        *,
+        strict: bool = True,
+        weights_only: bool | None = None,
+    ) -> str | None:
+        """Restore everything from the newest valid checkpoint of a Fabric loop.
 
-        The background runs its collectives on a gloo group of its own: on the user's group they
-        would meet the training's collectives in another order on each rank, and deadlock.
+        One rank chooses, all agree. Restored are the state, in place as by ``fabric.load``, loaders
+        in it or registered, and this rank's random generators. Call it on every rank, last before
+        the loop.
+
+        Args:
+            root: The directory that holds the checkpoints: a volume path, a URL or a local path.
+            state: As of ``fabric.load``.
+            strict: Likewise.
+            weights_only: Likewise.
+
+        Returns:
+            The checkpoint's path, or None where there is none: nothing was changed then.
+
+        Raises:
+            InvalidArgumentError: The plugin is attached to no Fabric.
+            CheckpointError: Looking, or loading, failed.
         """
-        self._bound = True
-        world = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
-        if self._saver is not None and world is self._world:
-            return
-        if self._saver is not None:
-            self._saver.close()
-        self._world = world
-        self.group = None
-        if world is not None:
-            timeout = timedelta(seconds=self.timeout_s)
-            self.group = dist.new_group(backend="gloo", timeout=timeout)
-        self._saver = AsyncSaver(
-            process_group=self.group, no_dist=world is None, timeout_s=self.timeout_s
-        )
+        if self._fabric is None:
+            raise InvalidArgumentError(
+                "resume(root, state) was called, and the plugin is attached to no Fabric. Call "
+                "attach(fabric) first. (Under a Trainer, AirResume resumes.)"
+            )
+        return self._fabric.resume(root, state, strict=strict, weights_only=weights_only)
 
     def save_on_all_ranks(
         self,
@@ -134,77 +175,21 @@ class AirCheckpointIO(CheckpointIO):
             SaveFailedError: The save before this one failed in the background.
         """
         self.connect()
-        rank = dist.get_rank() if self._world is not None else 0
-        self._save(
+        entries = to_entries(
             checkpoint,
-            os.fspath(path),
-            names=optimizer_names,
-            rank=rank,
+            optimizer_names=optimizer_names,
+            rank=self.rank,
             rank_blob=rank_blob,
             alike=alike,
+        )
+        self.save_entries(
+            entries,
+            os.fspath(path),
+            step=checkpoint.get("global_step"),
+            epoch=checkpoint.get("epoch"),
+            weights_only="optimizer_states" not in checkpoint,
             storage_options=storage_options,
         )
-
-    def _save(
-        self,
-        checkpoint: dict[str, Any],
-        target: str,
-        *,
-        names: Sequence[Mapping[int, str] | None],
-        rank: int,
-        rank_blob: Mapping[str, Any],
-        alike: Mapping[str, torch.Tensor],
-        storage_options: dict[str, Any] | None,
-    ) -> None:
-        saver = self._saver
-        assert saver is not None
-        options = storage_options or self.storage_options
-        entries = to_entries(
-            checkpoint, optimizer_names=names, rank=rank, rank_blob=rank_blob, alike=alike
-        )
-        # Taken out here: the closure would keep the whole unstaged state alive during the upload.
-        step, epoch = checkpoint.get("global_step"), checkpoint.get("epoch")
-        weights_only = "optimizer_states" not in checkpoint
-
-        def make_writer() -> UCVolumeWriter:
-            return UCVolumeWriter(
-                target,
-                global_step=step,
-                epoch=epoch,
-                weights_only=weights_only,
-                storage_options=options,
-                staging_dir=self.staging_dir,
-            )
-
-        def replace_other() -> None:
-            attempt.settle(target, options)
-
-        follow_up = replace_other if rank == 0 else None
-        shares = {"unshared": entries.unshared, "unsure": entries.unsure}
-        saver.save(entries, make_writer, on_published=follow_up, **shares)
-
-    def choose_target(self, path: PathLike) -> str:
-        """Where the next save to a path goes; asked on one rank, after ``wait`` on all.
-
-        Raises:
-            InvalidPathError: ``path`` is none.
-            SaveFailedError: Its directory cannot be made.
-        """
-        target = volume_path.normalize(path, allow_local=True)
-        chosen = attempt.choose(target, self.storage_options)
-        attempt.require_place(chosen, self.storage_options)
-        self._target = target
-        return chosen
-
-    def is_torn(self, path: PathLike) -> bool:
-        """Whether under this name is only what a killed process left of a save; of one rank."""
-        target = volume_path.normalize(path, allow_local=True)
-        return target != self._target and attempt.is_torn(target, self.storage_options)
-
-    def prepare(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Allocate in the background what saving tensors like these will need."""
-        if self._saver is not None:
-            self._saver.prepare(tensors)
 
     @override
     def save_checkpoint(
@@ -216,23 +201,42 @@ class AirCheckpointIO(CheckpointIO):
         weights to the parent process: one file, which must be there at once.
         """
         if self._bound:
-            target = volume_path.normalize(path, allow_local=True)
-            TorchCheckpointIO().save_checkpoint(
-                checkpoint, volume_path.local_dir(target) or target, storage_options
+            files.save_file(
+                checkpoint, volume_path.normalize(path, allow_local=True), storage_options
             )
             return
         if self._saver is None:
             self._saver = AsyncSaver(no_dist=True, timeout_s=self.timeout_s)
         self.wait()
+        if not files.is_trainers(checkpoint):
+            self._save_alone_for_fabric(checkpoint, path, storage_options)
+            return
         nameless = [None] * len(checkpoint.get("optimizer_states", ()))
-        self._save(
-            checkpoint,
+        self.save_entries(
+            to_entries(checkpoint, optimizer_names=nameless, rank=0, rank_blob={}),
             self.choose_target(path),
-            names=nameless,
-            rank=0,
-            rank_blob={},
-            alike={},
+            step=checkpoint.get("global_step"),
+            epoch=checkpoint.get("epoch"),
+            weights_only="optimizer_states" not in checkpoint,
             storage_options=storage_options,
+        )
+
+    def _save_alone_for_fabric(
+        self, checkpoint: dict[str, Any], path: PathLike, options: Any | None
+    ) -> None:
+        """Save what Fabric's strategy collected, on the one rank that it asks."""
+        from air_lightning.integrations.fabric_state import progress, tell_of_attach
+
+        tell_of_attach()
+        entries = to_keyed_entries(checkpoint, models=(), optimizers={}, rank=0, rank_blob={})
+        step, epoch = progress(checkpoint)
+        self.save_entries(
+            entries,
+            self.choose_target(path),
+            step=step,
+            epoch=epoch,
+            weights_only=False,  # which of them are weights is not told
+            storage_options=options,
         )
 
     @override
@@ -261,7 +265,7 @@ class AirCheckpointIO(CheckpointIO):
             checkpoint has none of this rank.
         """
         if located.is_file:
-            return self._load_file(located.target, weights_only), None
+            return files.load_file(located.target, weights_only), None
         if located.is_lightnings:
             raise CheckpointMismatchError(
                 f"{located.target} was saved by Lightning itself under ModelParallelStrategy or "
@@ -281,10 +285,9 @@ class AirCheckpointIO(CheckpointIO):
             weights_only: As of ``torch.load``, for the blobs; None means True.
             **options: Of ``read_checkpoint``.
         """
-        reader = UCVolumeReader(target, verify=self.verify, storage_options=self.storage_options)
         rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
         return read_checkpoint(
-            reader,
+            self.reader(target),
             rank=rank,
             weights_only=weights_only,
             process_group=None,
@@ -292,9 +295,20 @@ class AirCheckpointIO(CheckpointIO):
             **options,
         )
 
+    def reader(self, target: str, **options: Any) -> UCVolumeReader:
+        """A reader of a checkpoint's directory, with this plugin's options."""
+        return UCVolumeReader(
+            target, verify=self.verify, storage_options=self.storage_options, **options
+        )
+
     @override
     def remove_checkpoint(self, path: PathLike) -> None:
-        """Delete a checkpoint, once the save in flight, its successor, is published."""
+        """Delete a checkpoint, once the save in flight, its successor, is published.
+
+        In a Fabric loop every rank may call it; rank 0 deletes.
+        """
+        if self._fabric is not None and not self._fabric.is_global_zero:
+            return
         target = volume_path.normalize(path, allow_local=True)
 
         def remove() -> None:
@@ -305,69 +319,6 @@ class AirCheckpointIO(CheckpointIO):
             remove()
         else:
             self._saver.after_published(remove)
-
-    def after_published(self, action: Callable[[], None]) -> None:
-        """Run something once the save in flight is published, or now; not if that fails."""
-        if self._saver is None:
-            action()
-        else:
-            self._saver.after_published(action)
-
-    def clone(self, path: PathLike, name: PathLike) -> bool:
-        """Let the checkpoint that was saved last have a second name, without saving it again.
-
-        Asked on one rank. Made when the checkpoint is published.
-
-        Args:
-            path: Its own name.
-            name: The second one, beside it.
-
-        Returns:
-            Whether that is possible here; elsewhere it must be saved under the second name, too.
-        """
-        source = volume_path.normalize(path, allow_local=True)
-        target = volume_path.normalize(name, allow_local=True)
-        parent = volume_path.parent(target)
-        if volume_path.parent(source) != parent or target.startswith("/Volumes/"):
-            return False  # a volume has no links, and is not asked for them
-        if parent not in self._clones:
-            self._clones[parent] = can_clone(target)
-        if not self._clones[parent]:
-            return False
-
-        def make() -> None:
-            written = attempt.choose(target, None)
-            clone(attempt.newest(source, None), written)
-            attempt.settle(written, None)
-
-        self.after_published(make)
-        return True
-
-    def link(self, path: PathLike, link: PathLike) -> None:
-        """Let a second name lead to a checkpoint once that is published, where links work.
-
-        Elsewhere, as on volumes, nothing is made: ``AirResume`` finds the newest by itself.
-        """
-        target = volume_path.normalize(path, allow_local=True)
-        name = volume_path.normalize(link, allow_local=True)
-        local, there = volume_path.local_dir(target), volume_path.local_dir(name)
-        if self._saver is None or local is None or there is None or name.startswith("/Volumes/"):
-            return
-
-        def make_link() -> None:
-            remove_checkpoint(name)
-            os.symlink(os.path.relpath(local, os.path.dirname(there)), there)
-
-        self._saver.after_published(make_link)
-
-    def wait(self, timeout_s: float | None = None) -> None:
-        """Block until the save in flight is published.
-
-        Raises:
-            SaveFailedError: It failed; raised once.
-        """
-        if self._saver is not None:
-            self._saver.wait(timeout_s)
 
     @override
     def teardown(self) -> None:
@@ -380,10 +331,3 @@ class AirCheckpointIO(CheckpointIO):
     def at_teardown(self, action: Callable[[], None]) -> None:
         """Run something, instead of what was given before, once the last save has settled."""
         self._then = action
-
-    def _load_file(self, target: str, weights_only: bool | None) -> dict[str, Any]:
-        local = volume_path.local_dir(target)
-        loaded: dict[str, Any] = TorchCheckpointIO().load_checkpoint(
-            local or target, weights_only=weights_only
-        )
-        return loaded

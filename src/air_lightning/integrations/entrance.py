@@ -108,8 +108,8 @@ class _Door:
         return SaveFailedError(
             f"A checkpoint is to be saved, and of {self._world_size} ranks these have not come to "
             f"it in {self._waited:.0f} s: {', '.join(map(str, absent)) or 'none, but too late'}. "
-            "Call trainer.save_checkpoint on every rank, outside of any `if` on the rank; where a "
-            "rank failed, see its own error."
+            "Call trainer.save_checkpoint, or fabric.save, on every rank, outside of any `if` on "
+            "the rank; where a rank failed, see its own error."
         )
 
     def forget(self) -> None:

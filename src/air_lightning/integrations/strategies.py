@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from lightning.fabric.strategies import ModelParallelStrategy as FabricModelParallelStrategy
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch.distributed.tensor import DTensor
@@ -60,7 +61,7 @@ class ReplicatedState:
 
     def note_alike(self) -> None:
         """DDP keeps equal what it reduces, and made equal what was frozen when it wrapped it."""
-        self.alike = _alike(self.strategy)
+        self.alike = alike_under(self.strategy.model)
 
     def sharding(self) -> Mapping[str, torch.Tensor]:
         """The weights as they lie on this rank."""
@@ -130,28 +131,36 @@ class ModelParallelState(ReplicatedState):
 
     def load_model(self, checkpoint: Mapping[str, Any], strict: bool) -> None:
         """Put weights into the shards; whole ones, as ``on_load_checkpoint`` may give, are cut."""
-        module = self.strategy.lightning_module
-        wanted = module.state_dict()
-        # A copy that keeps the attribute from which load_state_dict reads the modules' versions.
-        state: Any = copy.copy(renamed(checkpoint["state_dict"], wanted))
-        for name in state.keys() & wanted.keys():
-            state[name] = fitted(state[name], wanted[name])
-        module.load_state_dict(state, strict=strict)
+        load_weights(self.strategy.lightning_module, checkpoint["state_dict"], strict)
 
     def load_optimizers(self, checkpoint: Mapping[str, Any]) -> None:
         """Put moments into the optimizers, likewise."""
         states = checkpoint["optimizer_states"]
         for optimizer, state in zip(self.strategy.optimizers, states, strict=True):
-            optimizer.load_state_dict(_fitted_moments(state, optimizer))
+            load_moments(optimizer, state)
 
 
-def _alike(strategy: Any) -> Alike:
+def load_weights(module: torch.nn.Module, saved: Mapping[str, Any], strict: bool) -> None:
+    """Load a state dict into a module that may hold DTensors; whole tensors are cut."""
+    wanted = module.state_dict()
+    # A copy that keeps the attribute from which load_state_dict reads the modules' versions.
+    state: Any = copy.copy(renamed(saved, wanted))
+    for name in state.keys() & wanted.keys():
+        state[name] = fitted(state[name], wanted[name])
+    module.load_state_dict(state, strict=strict)
+
+
+def load_moments(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
+    """Load an optimizer's state, whole tensors cut like the parameters that they belong to."""
+    optimizer.load_state_dict(_fitted_moments(state, optimizer))
+
+
+def alike_under(ddp: Any) -> Alike:
     """The parameters that DDP made equal on all ranks, by every name they have.
 
     It goes on averaging the gradients of those that were trainable then. Nothing changes the others
     but the module itself, as a codebook that follows the rank's own batches.
     """
-    ddp = strategy.model
     # A hook of the user's may average over some ranks only, as post-local SGD does.
     if not isinstance(ddp, DistributedDataParallel) or vars(ddp).get("_comm_hooks"):
         return Alike()
@@ -164,12 +173,18 @@ def _alike(strategy: Any) -> Alike:
     return Alike({clean(name): value for name, value in parameters.items()}, frozen)
 
 
+def reduced(ddp: Any) -> dict[str, torch.Tensor]:
+    """The parameters whose gradients this module averages over all ranks; none if it is no DDP."""
+    alike = alike_under(ddp)
+    return {name: value for name, value in alike.items() if name not in alike.unsure}
+
+
 def data_share(strategy: Any) -> tuple[int, int] | None:
     """Which share of the data this rank reads, and of how many; None for one of its own.
 
     Ranks that hold parts of one layer need the same batch.
     """
-    if not isinstance(strategy, ModelParallelStrategy):
+    if not isinstance(strategy, ModelParallelStrategy | FabricModelParallelStrategy):
         return None
     told = strategy.distributed_sampler_kwargs
     return int(told["rank"]), int(told["num_replicas"])
