@@ -290,6 +290,37 @@ def a_rank_that_cannot_load_fails_all(root: str) -> None:
     assert_same(other.all(), before)
 
 
+class Touchy:
+    """Has a state that it takes on some ranks only."""
+
+    def __init__(self, *, refuses: bool) -> None:
+        self.refuses = refuses
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"a": 1}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if self.refuses:
+            raise KeyError("b")
+
+
+class TouchyLoader(Touchy, torch.utils.data.Dataset[int]):
+    """A loader of this kind."""
+
+
+def a_state_that_one_rank_refuses_fails_all(root: str) -> None:
+    """Where an object or a loader of one rank takes no state all raise, and go on in step."""
+    for kind in (Touchy, TouchyLoader):
+        job = Job("ddp")
+        job.state["touchy"] = kind(refuses=dist.get_rank() == 1)
+        job.save(f"{root}/{kind.__name__}/c")
+        error, text = (KeyError, "b") if dist.get_rank() == 1 else (CheckpointError, "on rank 1")
+        with pytest.raises(error, match=text):
+            job.fabric.load(f"{root}/{kind.__name__}/c", job.state)
+        job.state["touchy"] = kind(refuses=False)
+        assert job.plugin.resume(f"{root}/{kind.__name__}", job.state) is not None
+
+
 def loaders_are_asked_by_name(root: str) -> None:
     """A loader without a position in the checkpoint is an error; weights alone restore none."""
     data = f"{root}/data"
@@ -370,6 +401,7 @@ CHECKS: list[Callable[[str], None]] = [
     a_rank_that_stays_away_is_named,
     a_failed_save_is_told_to_all,
     a_rank_that_cannot_load_fails_all,
+    a_state_that_one_rank_refuses_fails_all,
     loaders_are_asked_by_name,
     shards_stay_shards,
     attaching_late,

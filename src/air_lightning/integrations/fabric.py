@@ -225,7 +225,11 @@ class FabricBinding:
             return stored
 
         stored = self._on_all(located, read)
-        values.put(state, stored.checkpoint, strict=strict)
+        values.put(stored.checkpoint, strict=strict)
+        # As for a save: what is the user's may refuse its state on one rank alone.
+        together(
+            lambda: values.put_others(state, stored.checkpoint), f"Loading {target}", self.io.group
+        )
         if values.is_resumed or self._resumes:
             self._restore_position(target, stored, values, strict, weights_only)
         return stored.checkpoint
@@ -245,6 +249,7 @@ class FabricBinding:
             read_blobs,
             strict=strict,
             agree=self._agree,
+            on_all=lambda step: together(step, f"Loading {target}", self.io.group),
         )
 
     def _load_raw(

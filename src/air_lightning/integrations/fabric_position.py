@@ -85,6 +85,7 @@ def restore(
     *,
     strict: bool,
     agree: Callable[[Callable[[], Any]], Any],
+    on_all: Callable[[Callable[[], None]], None],
 ) -> None:
     """Give loaders and generators back to this rank; every rank calls it.
 
@@ -95,10 +96,12 @@ def restore(
         read_blobs: Reads those of other ranks.
         strict: Whether a loader without a position is an error.
         agree: Gives rank 0's answer to a question, or its error, to every rank.
+        on_all: Does a step on every rank, and raises on each what failed on one.
 
     Raises:
         StateError: Of another version, or a loader has no position in it.
         GridMismatchError: It was saved with other ranks or workers, and a loader is not elastic.
+        CheckpointError: A loader refused its state on another rank.
     """
     known = [] if origin is None else origin.loaders
     if origin is not None and origin.version != _VERSION:
@@ -116,7 +119,8 @@ def restore(
     if origin is None:
         return
     wanted = [name for name in loaders if name in known]
-    _restore_loaders({name: loaders[name] for name in wanted}, blob, origin, read_blobs, agree)
+    restored = {name: loaders[name] for name in wanted}
+    _restore_loaders(restored, blob, origin, read_blobs, agree=agree, on_all=on_all)
     if blob:
         restore_rng_state(blob["rng"])
     else:
@@ -132,7 +136,9 @@ def _restore_loaders(
     blob: Mapping[str, Any] | None,
     origin: Origin,
     read_blobs: regrid.ReadBlobs,
+    *,
     agree: Callable[[Callable[[], Any]], Any],
+    on_all: Callable[[Callable[[], None]], None],
 ) -> None:
     own = [(blob or {"loaders": {}})["loaders"].get(name) for name in loaders]
 
@@ -150,8 +156,12 @@ def _restore_loaders(
     if not loaders:
         return
     of_all = agree(states_of_all)
-    for loader, state, states in zip(loaders.values(), own, of_all, strict=True):
-        loader.load_state_dict(states or state)
+
+    def load() -> None:
+        for loader, state, states in zip(loaders.values(), own, of_all, strict=True):
+            loader.load_state_dict(states or state)
+
+    on_all(load)
 
 
 def _as_trainers(blob: Any, names: list[str]) -> Any:

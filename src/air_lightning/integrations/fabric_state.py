@@ -128,17 +128,21 @@ class Sorted:
                 _require_dict(key, stored, "an optimizer's state")
                 _require_groups(self.optimizers[key], stored, key)
 
-    def put(self, target: State, checkpoint: State, *, strict: bool) -> None:
-        """Give everything its state; what is taken leaves ``checkpoint``."""
+    def put(self, checkpoint: State, *, strict: bool) -> None:
+        """Give modules and optimizers their state, which leaves ``checkpoint``."""
+        for key, value in self.state.items():
+            if key in self.modules and key in checkpoint:
+                self._put_weights(key, checkpoint.pop(key), strict=strict)
+            elif key in self.optimizers and key in checkpoint:
+                self._put_moments(value, checkpoint.pop(key))
+
+    def put_others(self, target: State, checkpoint: State) -> None:
+        """Give the rest theirs, likewise, after the optimizers that schedulers are of."""
         for key, value in self.state.items():
             if key in self.loaders or key not in checkpoint:
                 continue
             saved = checkpoint.pop(key)
-            if key in self.modules:
-                self._put_weights(key, saved, strict=strict)
-            elif key in self.optimizers:
-                self._put_moments(value, saved)
-            elif isinstance(value, _Stateful):
+            if isinstance(value, _Stateful):
                 value.load_state_dict(saved)
             else:
                 target[key] = fitted(saved, value)
