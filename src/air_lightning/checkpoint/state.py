@@ -193,7 +193,7 @@ def _complete(
         for key in entries.unshared:
             del entries[key]
         entries.unshared.clear()
-    entries[rank_key(rank)] = _serialize(rank_key(rank), dict(rank_blob))
+    entries[rank_key(rank)] = _serialize(rank_key(rank), dict(rank_blob), rank_blob)
     return entries
 
 
@@ -337,25 +337,35 @@ def _trainer_blob(rest: dict[str, Any], taker: "_Taker", more: Mapping[str, Any]
         "places": pack(taker.places),
         "scalars": [(torch.stack(v), pack(paths)) for v, paths in taker.scalars.values()],
     }
-    blob = _serialize(TRAINER_KEY, content)
+    blob = _serialize(TRAINER_KEY, content, rest)
     if blob.error is None or "hyper_parameters" not in rest:
         return blob
     # Lightning's own file checkpoint drops hyper-parameters that do not pickle, and goes on.
     content["checkpoint"] = {k: v for k, v in rest.items() if k != "hyper_parameters"}
-    without = _serialize(TRAINER_KEY, content)
+    without = _serialize(TRAINER_KEY, content, content["checkpoint"])
     if without.error is None:
         _log.warning("`hyper_parameters` is left out of the checkpoint: %s", blob.error.__cause__)
     return without
 
 
-def _serialize(key: str, value: dict[str, Any]) -> SerializedBlob:
+def _serialize(key: str, value: dict[str, Any], parts: Mapping[Any, Any]) -> SerializedBlob:
     try:
         return SerializedBlob.of(value)
     except Exception as cause:  # noqa: BLE001 - pickling runs the user's code
+        names = ", ".join(repr(name) for name, part in parts.items() if not _pickles(part))
         error = SaveFailedError(
             f"The part {key} of the checkpoint cannot be pickled: {cause}. Plain values and "
-            "tensors are wanted; look at what on_save_checkpoint, state_dict of callbacks and "
-            "hyper-parameters put into the checkpoint (lambdas, locks and open files do not work)."
+            f"tensors are wanted; look at what is under {names or 'its keys'} (lambdas, locks and "
+            "open files do not work): in the state given to fabric.save, or from "
+            "on_save_checkpoint, state_dict of callbacks and hyper-parameters."
         )
         error.__cause__ = cause
         return SerializedBlob(b"", error)
+
+
+def _pickles(value: Any) -> bool:
+    try:
+        SerializedBlob.of({"value": value})
+    except Exception:  # noqa: BLE001 - see above
+        return False
+    return True
