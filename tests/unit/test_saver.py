@@ -9,6 +9,7 @@ import textwrap
 import threading
 import time
 from datetime import timedelta
+from functools import partial
 
 import pytest
 import torch
@@ -212,9 +213,19 @@ def test_actions_of_a_failed_save_are_dropped(tmp_path, saver, caplog):
     with pytest.raises(SaveFailedError):
         saver.wait()
     assert ran == []
-    assert "dropped" in caplog.text
+    assert "1 actions that were to follow" in caplog.text
     saver.after_published(lambda: ran.append(4))
     assert ran == [4]
+
+
+def test_a_failed_save_that_nothing_was_to_follow_says_no_more(tmp_path, saver, caplog):
+    """What a save itself does at its end is not told as somebody's action that was dropped."""
+    (tmp_path / "c").write_text("not a directory")
+    make = partial(UCVolumeWriter, str(tmp_path / "c"))
+    saver.save(_entries(), make, on_published=lambda: None)
+    with pytest.raises(SaveFailedError):
+        saver.wait()
+    assert "dropped" not in caplog.text
 
 
 def test_failing_action_is_logged_and_stops_nothing(tmp_path, saver, caplog):

@@ -94,6 +94,7 @@ class AsyncSaver:
         self._target = ""
         self._started = 0.0
         self._actions: list[Callable[[], None]] = []
+        self._on_published: Callable[[], None] | None = None
         _at_exit(self)
 
     def save(
@@ -126,6 +127,7 @@ class AsyncSaver:
         self.stats.append(stats)
         with self._lock:
             self._actions = [] if on_published is None else [on_published]
+            self._on_published = on_published
             self._started = time.monotonic()
             self._target = "the checkpoint"
             self._idle.clear()
@@ -283,11 +285,13 @@ class AsyncSaver:
         """Run or drop what was queued, then let waiters go on; actions may queue more."""
         while True:
             with self._lock:
-                if error is not None and self._actions:
+                # What belongs to the save itself is no loss: nobody asked for it.
+                dropped = [action for action in self._actions if action is not self._on_published]
+                if error is not None and dropped:
                     _log.warning(
                         "%d actions that were to follow the save of %s are dropped (old "
                         "checkpoints are kept), because it failed.",
-                        len(self._actions),
+                        len(dropped),
                         self._target,
                     )
                 if error is not None or not self._actions:
