@@ -5,24 +5,18 @@ a subclass overrides ``decode`` or one of the ``*_dataset`` methods and keeps th
 """
 
 import copy
-import os
 import warnings
 from collections.abc import Callable
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from lightning.pytorch import LightningDataModule
 from typing_extensions import override
 
-from air_lightning.data.checks import check_options
 from air_lightning.data.dataset import UCVolumeDataset
-from air_lightning.data.listing import compile_pattern
 from air_lightning.data.loader import DataLoader
-from air_lightning.data.options import resolve_prefetch, resolve_workers, whole
-from air_lightning.data.stream import data_rank
+from air_lightning.data.stream import Uneven, data_rank
 from air_lightning.errors import InvalidArgumentError
-from air_lightning.volumes import path as volume_path
-
-Uneven = Literal["keep", "pad", "drop"]
+from air_lightning.integrations.arguments import check_arguments, check_paths
 
 
 class AirDataModule(LightningDataModule):
@@ -92,58 +86,10 @@ class AirDataModule(LightningDataModule):
         elastic: bool = False,
     ) -> None:
         super().__init__()
-        given = {"train": train, "val": val, "test": test, "predict": predict}
-        self.paths = {
-            stage: volume_path.normalize(path) for stage, path in given.items() if path is not None
-        }
-        if not self.paths:
-            raise InvalidArgumentError(
-                "AirDataModule was given no path; give at least one of train=, val=, test= and "
-                'predict=, e.g. train="/Volumes/<catalog>/<schema>/<volume>/images".'
-            )
-        resolve_workers(num_workers)
-        resolve_prefetch(prefetch_factor, 1)
-        if pattern is not None:
-            compile_pattern(pattern)
-        check_options(False, 0, "keep", "raise", read_ahead)
-        seconds = isinstance(timeout, int | float) and timeout >= 0
-        _check("a number of seconds, 0 or more", "timeout", timeout, fits=seconds)
-        room = min_free_bytes is None or (whole(min_free_bytes) or 0) >= 0
-        _check("a number of bytes, 0 or more", "min_free_bytes", min_free_bytes, fits=room)
-        _check_choices("uneven", uneven, (None, *get_args(Uneven)))
-        _check_choices("on_error", on_error, ("raise", "skip"))
-        for name, flag in (
-            ("shuffle", shuffle),
-            ("pin_memory", pin_memory),
-            ("drop_last", drop_last),
-            ("elastic", elastic),
-        ):
-            _check("true or false", name, flag, fits=isinstance(flag, bool))
-        _check("a function", "decode", decode, fits=decode is None or callable(decode))
-        paths_like = cache_dir is None or (isinstance(cache_dir, str | os.PathLike) and cache_dir)
-        _check("the path of a local directory", "cache_dir", cache_dir, fits=bool(paths_like))
-        options_like = storage_options is None or isinstance(storage_options, dict)
-        _check("a dict", "storage_options", storage_options, fits=options_like)
-        _check_manifests(manifests, self.paths)
-        samples, whole_seed = whole(batch_size), whole(seed)
-        if samples is None or samples < 1:
-            raise InvalidArgumentError(
-                f"batch_size={batch_size!r} was given; at least 1 sample is wanted."
-            )
-        if whole_seed is None:
-            raise InvalidArgumentError(f"seed={seed!r} was given; a whole number is wanted.")
-        self.batch_size = samples
-        self.shuffle = shuffle
-        self.seed = whole_seed
-        self.uneven = uneven
-        self.drop_last = drop_last
-        self.elastic = elastic
-        self._decode = decode
-        self._listed: dict[tuple[Any, ...], UCVolumeDataset] = {}
-        self._manifests = dict(manifests or {})
+        self.paths = check_paths({"train": train, "val": val, "test": test, "predict": predict})
         self._dataset_options: dict[str, Any] = {
             "pattern": pattern,
-            "seed": whole_seed,
+            "seed": seed,
             "on_error": on_error,
             "cache_dir": cache_dir,
             "read_ahead": read_ahead,
@@ -156,6 +102,24 @@ class AirDataModule(LightningDataModule):
             "pin_memory": pin_memory,
             "timeout": timeout,
         }
+        others = {
+            "decode": decode,
+            "batch_size": batch_size,
+            "shuffle": shuffle,
+            "uneven": uneven,
+            "drop_last": drop_last,
+            "elastic": elastic,
+            "manifests": manifests,
+        }
+        check_arguments({**self._dataset_options, **self._loader_options, **others}, self.paths)
+        # NumPy's whole numbers are taken, too, and states are JSON.
+        self.batch_size, self.seed = int(batch_size), int(seed)
+        self._dataset_options["seed"] = self.seed
+        self.shuffle, self.uneven = shuffle, uneven
+        self.drop_last, self.elastic = drop_last, elastic
+        self._decode = decode
+        self._listed: dict[tuple[Any, ...], UCVolumeDataset] = {}
+        self._manifests = dict(manifests or {})
 
     @override
     def setup(self, stage: str) -> None:
@@ -245,18 +209,3 @@ class AirDataModule(LightningDataModule):
         warnings.filterwarnings("ignore", "Your `IterableDataset` has `__len__` defined")
         options = {**self._loader_options, **options}
         return DataLoader(dataset, batch_size=self.batch_size, **options)
-
-
-def _check(wanted: str, name: str, value: object, *, fits: bool) -> None:
-    if not fits:
-        raise InvalidArgumentError(f"{name}={value!r} was given; {wanted} is wanted.")
-
-
-def _check_manifests(manifests: object, paths: dict[str, str]) -> None:
-    fits = manifests is None or (isinstance(manifests, dict) and manifests.keys() <= paths.keys())
-    wanted = f"a dict of paths of manifests by stage, of {sorted(paths)}"
-    _check(wanted, "manifests", manifests, fits=fits)
-
-
-def _check_choices(name: str, value: object, choices: tuple[object, ...]) -> None:
-    _check(f"one of {', '.join(map(repr, choices))}", name, value, fits=value in choices)
