@@ -215,7 +215,10 @@ class Preemption(Checkpoint):
         if binding is None or self._batches == 0:
             return  # a restart begins where this run began
         if not roots:
-            _log.warning("Asked to end, and nothing is saved: no ModelCheckpoint has a directory.")
+            _log.warning(
+                "Asked to end, and nothing is saved: no ModelCheckpoint that saves more than "
+                "weights has a directory."
+            )
             return
         if not validating and binding.has_saved(roots):
             try:
