@@ -189,6 +189,7 @@ VALIDATED: tuple[Moment, ...] = (
     (DONE, 3 * BATCHES - 1),
     ("on_validation_batch_end", 3 * BATCHES - 1),
 )
+IN_THE_SECOND: tuple[Moment, ...] = ((DONE, BATCHES + 1), ("on_validation_end", 2 * BATCHES - 1))
 BY_STEPS: tuple[Moment, ...] = (
     (DONE, 3),
     ("on_validation_end", 3),
@@ -245,6 +246,18 @@ CASES = {
         Case("averages", {}, VALIDATED, callbacks=averages, validate=True),
         Case("reloaded", {"reload_dataloaders_every_n_epochs": 1}),
         Case("reloaded every other epoch", {"reload_dataloaders_every_n_epochs": 2}),
+        Case(
+            "reloaded, validation",
+            {"reload_dataloaders_every_n_epochs": 1},
+            IN_THE_SECOND,
+            validate=True,
+        ),
+        Case(
+            "reloaded every other epoch, validation",
+            {"reload_dataloaders_every_n_epochs": 2},
+            IN_THE_SECOND,
+            validate=True,
+        ),
         Case("limit", {"limit_train_batches": 3}, SHORT),
         Case("limit as a part", {"limit_train_batches": 0.6}, SHORT),
         Case("limit, no length", {"limit_train_batches": 3}, SHORT, has_length=False),

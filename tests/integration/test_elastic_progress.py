@@ -142,6 +142,26 @@ def test_as_many_batches_left_as_an_epoch_has(numbers: str, tmp_path: Path) -> N
     assert trainer.global_step == 33
 
 
+@pytest.mark.parametrize("elastic", [True, False])
+@pytest.mark.parametrize("hook", ["on_train_batch_start", "on_train_batch_end"])
+@pytest.mark.parametrize("size", [1, 2, 7, 40])
+def test_another_batch_size(
+    numbers: str, tmp_path: Path, size: int, hook: str, elastic: bool
+) -> None:
+    """An epoch goes on in batches of another size to its last file, and is validated once."""
+    first, rest = Observer(f"{tmp_path}/save", hook, step=5), Observer("")
+    fit(first, files(numbers, 2, val=numbers, elastic=elastic))
+    data = files(numbers, 2, val=numbers, elastic=elastic, batch_size=size)
+    with pytest.warns(UserWarning, match="another size"):
+        fit(rest, data, first.path)
+    assert first.files[0] + rest.files[0] == rest.files[1] == EACH_ONCE
+    assert rest.counts[0][-1] == rest.counts[1][-1]
+    assert [hook for hook in rest.hooks if hook[0] == "validated"] == [
+        ("validated", 0),
+        ("validated", 1),
+    ]
+
+
 @pytest.mark.slow
 @settings(
     max_examples=8,

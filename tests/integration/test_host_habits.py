@@ -353,3 +353,31 @@ def test_validation_draws_go_on(numbers: str, tmp_path: Path) -> None:
     results = [Path(f"{r.directory}/validated.jsonl").read_text() for r in (whole, broken)]
     assert results[0] == results[1]
     assert len(set(results[0].splitlines())) == 3
+
+
+def validate_and_fail(run: FailingRun) -> None:
+    """Like ``train_and_validate``; with ``fail_at``, the validation after that batch raises."""
+
+    class Failing(Callback):
+        def on_validation_batch_start(self, trainer: Any, *_: Any) -> None:
+            if trainer.fit_loop.epoch_loop.total_batch_idx == run.fail_at:
+                raise ZeroDivisionError
+
+    train(run, extra=[Failing(), Validated(run)], save_on_exception=True)
+
+
+@pytest.mark.slow
+def test_a_checkpoint_on_an_exception_in_validation(numbers: str, tmp_path: Path) -> None:
+    """A validation that raised is run again after the resume, not taken for one that is over."""
+    options = (("max_epochs", 2), ("num_sanity_val_steps", 0))
+    run = FailingRun(numbers, "", every_n_steps=100, validate=True, trainer=options)
+    whole = replace(run, directory=str(tmp_path / "whole"))
+    assert run_ranks(validate_and_fail, whole, log=tmp_path / "log") == [0]
+    broken = replace(run, directory=str(tmp_path / "broken"))
+    failing = replace(broken, fail_at=len(_trained(whole)) // 2 - 1)
+    assert run_ranks(validate_and_fail, failing, log=tmp_path / "log") == [1]
+    assert run_ranks(validate_and_fail, broken, log=tmp_path / "log") == [0]
+    assert _trained(broken) == _trained(whole)
+    results = [Path(f"{r.directory}/validated.jsonl").read_text() for r in (whole, broken)]
+    assert results[0] == results[1]
+    assert len(results[0].splitlines()) == 2

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from lightning.pytorch import Callback
+from lightning.pytorch.loggers import Logger
 
 from air_lightning import list_checkpoints
 from conftest import Volume
@@ -290,3 +291,30 @@ def _train_with_handler(run: Run, extra: Sequence[Callback]) -> None:
     train(run, extra=extra)
     assert signal.getsignal(signal.SIGTERM) is leave
     assert signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL
+
+
+class Told(Logger):
+    """Writes down the steps that it is told of."""
+
+    name, version = "told", 0
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        with open(self._path, "a") as told:
+            told.write(f"{step}\n")
+
+    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
+        """Nothing to note."""
+
+
+def test_loggers_are_told_of_the_last_step(numbers: str, tmp_path: Path) -> None:
+    """Loggers are told of each step once, of the one that a signal made the last one too."""
+    told = tmp_path / "told"
+    options = (("max_epochs", 1), ("log_every_n_steps", 1), ("logger", Told(str(told))))
+    run = Run(numbers, str(tmp_path / "run"), every_n_steps=1000, trainer=options)
+    assert attempt(run, tmp_path, Sender("on_train_batch_start", 3)) == [TERMINATED]
+    assert attempt(run, tmp_path) == [0]
+    steps = [int(line) for line in told.read_text().splitlines()]
+    assert steps == list(range(len(steps)))

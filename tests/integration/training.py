@@ -242,10 +242,9 @@ def train(run: Run, *, extra: Sequence[Callback] = (), save_on_exception: bool =
         strategy=strategy_of(run),
         plugins=[AirCheckpointIO()],
         callbacks=[AirResume(elastic=run.resume_elastic), checkpoint, Diary(run), *extra],
-        logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        **dict(run.trainer),
+        **{"logger": False, **dict(run.trainer)},
     )
     trainer.fit(model, datamodule=data, ckpt_path=run.ckpt_path)
     optimizer = trainer.optimizers[0].state_dict()

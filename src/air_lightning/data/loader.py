@@ -243,6 +243,12 @@ class DataLoader(Observed, Pooled, torch.utils.data.DataLoader[T_co]):
             return None
         return position.batches + self._batches_left(position)
 
+    @property
+    def batches_left(self) -> int | None:
+        """Batches that are left of the epoch it is in; None for a dataset of unknown length."""
+        position = self._history[-1]
+        return self._batches_left(position) if hasattr(self.dataset, "slice_length") else None
+
     def _batches_left(self, position: Position) -> int:
         return batches_left(self.dataset, position, self._identity())
 

@@ -1,6 +1,6 @@
 """The train loaders of a Trainer, and where each of them is between two of its passes."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from air_lightning.data.loader import DataLoader
@@ -33,6 +33,30 @@ def end_passes(trainer: Any) -> None:
             state = state_of(loader, 0)
             if state is not None and is_begun(state):
                 loader.set_epoch(state["epoch"] + 1)
+
+
+def made_in(fit_loop: Any) -> list[float]:
+    """The epochs in which the train and the validation loaders were made."""
+    validation = validation_loop(fit_loop)
+    return [fit_loop._last_train_dl_reload_epoch, validation._last_val_dl_reload_epoch]
+
+
+def restore_made_in(fit_loop: Any, epochs: Sequence[float]) -> bool:
+    """Let loaders that this start made be made anew when those of the save would have been.
+
+    Returns:
+        Whether the validation loaders of the save would have been by now: these are new.
+    """
+    validation = validation_loop(fit_loop)
+    here = made_in(fit_loop)
+    fit_loop._last_train_dl_reload_epoch, validation._last_val_dl_reload_epoch = epochs
+    # Those that were due by now have just been made.
+    if fit_loop._should_reload_train_dl:
+        fit_loop._last_train_dl_reload_epoch = here[0]
+    is_due: bool = validation._should_reload_val_dl
+    if is_due:
+        validation._last_val_dl_reload_epoch = here[1]
+    return is_due
 
 
 def load(loader: Any, state: Any) -> None:

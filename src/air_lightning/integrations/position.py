@@ -31,7 +31,9 @@ from air_lightning.integrations.loaders import (
     end_passes,
     load,
     loaders_of,
+    made_in,
     open_batches,
+    restore_made_in,
     state_of,
     validation_loop,
 )
@@ -57,6 +59,7 @@ def position(trainer: Any, ends: Ends) -> dict[str, Any]:
         "epoch_done": is_over,
         "loaders": loaders,
         "ended": [] if is_over else ended(loop, loaders or []),
+        "made_in": made_in(loop),
         "validation_epochs": [getattr(x, "epoch", None) for x in loaders_of(validation_loop(loop))],
         "rng": capture_rng_state(),
     }
@@ -109,6 +112,7 @@ class Restorer:
         self._read_blobs: regrid.ReadBlobs | None = None
         self._rng_due: Mapping[str, Any] | None = None
         self._validation_due: list[int | None] = []
+        self._made_in: list[float] | None = None  # as loaders.py has it
         self._rng_before_batch: Mapping[str, Any] | None = None
         self._is_run = False
         self._stage: dict[str, Any] = {}  # of the save that was loaded
@@ -156,6 +160,7 @@ class Restorer:
         self._origin, self._read_blobs = origin, read_blobs
         self._blob = blob or {}
         self._rng_due = self._blob.get("rng")
+        self._made_in = self._blob.get("made_in")
         if origin.world_size != self._trainer.world_size:
             self._tell_of_other_ranks(origin)
         elif blob:
@@ -187,6 +192,9 @@ class Restorer:
     def restore_validation(self) -> None:
         """Let validation loaders go on with the epoch, so with the random draws, they were at."""
         due, self._validation_due = self._validation_due, []
+        epochs, self._made_in = self._made_in, None
+        if epochs is not None and restore_made_in(self._trainer.fit_loop, epochs):
+            return
         for loader, epoch in zip(
             loaders_of(validation_loop(self._trainer.fit_loop)), due, strict=False
         ):
@@ -200,6 +208,7 @@ class Restorer:
         """Run the fit loop, from the moment of the save where one was loaded."""
         origin = self._origin
         self._is_run = True
+        self._validation.forget()
         try:
             if origin is None or origin.stage is None:
                 self._set_up_and_run()
@@ -273,6 +282,8 @@ class Restorer:
             is_over = regrid.recount(self._trainer, loaders, then, self._stage)
         else:
             self._left_out.enter_context(left_out(loop._combined_loader, blob.get("ended") or []))
+            own = blob.get("loaders")
+            is_over = is_over or regrid.recount_sizes(self._trainer, loaders, own, self._stage)
         if is_over:
             end_passes(self._trainer)
 

@@ -131,7 +131,7 @@ class Preemption(Checkpoint):
         self._steps += 1
         validates = loop._should_check_val_fx(trainer.fit_loop._data_fetcher)
         if not loop._num_ready_batches_reached() and not validates:
-            self._at(trainer, (self._steps, 0, 0), (self._steps + 1, 0, 0))
+            self._at(trainer, (self._steps, 0, 0), (self._steps + 1, 0, 0), logs=True)
 
     @override
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -192,12 +192,22 @@ class Preemption(Checkpoint):
     def _accumulates(self, trainer: Any) -> bool:
         return self._batches > 0 and trainer.fit_loop.epoch_loop._should_accumulate()
 
-    def _at(self, trainer: Any, point: Point, after: Point, *, validating: bool = False) -> None:
+    def _at(
+        self,
+        trainer: Any,
+        point: Point,
+        after: Point,
+        *,
+        validating: bool = False,
+        logs: bool = False,
+    ) -> None:
         # A lone rank stops here; others may have passed this point.
         alone = trainer.world_size == 1
         self._halt.propose(point if alone else after, self._signals.received)
         if self._halt.at(point):
             self._save(trainer, validating=validating)
+            if logs:
+                _log_step(trainer)
             self._end(trainer)
 
     def _save(self, trainer: Any, *, validating: bool) -> None:
@@ -205,7 +215,10 @@ class Preemption(Checkpoint):
         if binding is None or self._batches == 0:
             return  # a restart begins where this run began
         if not roots:
-            _log.warning("Asked to end, and nothing is saved: no ModelCheckpoint has a directory.")
+            _log.warning(
+                "Asked to end, and nothing is saved: no ModelCheckpoint that saves more than "
+                "weights has a directory."
+            )
             return
         if not validating and binding.has_saved(roots):
             try:
@@ -231,6 +244,14 @@ class Preemption(Checkpoint):
             # Of the kind that callbacks know to have been saved on.
             raise Preempted(asked.code) from None
         raise Preempted(_status(trainer))
+
+
+def _log_step(trainer: Any) -> None:
+    """Tell loggers of the step that has ended: Lightning does so next, and a restart does not."""
+    try:
+        trainer._logger_connector.update_train_step_metrics()
+    except Exception:  # noqa: BLE001 - the checkpoint is there, and the run is to end
+        _log.exception("A logger failed when it was told of the last step.")
 
 
 def _status(trainer: Any) -> int:

@@ -10,6 +10,8 @@ Each file of the epoch still comes once, and the epoch ends when none is left::
 
 One rank reads for all: a thousand ranks that each read a thousand blobs would ask storage for a
 million. A rank that raised alone would leave the others waiting, so its error goes to all.
+
+On the same grid with another batch size there is only to count: the loaders go on by themselves.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -20,6 +22,7 @@ from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from air_lightning.data.loader import DataLoader
 from air_lightning.data.stream import data_rank
 from air_lightning.errors import GridMismatchError, StateError
+from air_lightning.integrations.loaders import is_begun
 
 _COUNTS = ("ready", "started", "processed", "completed")
 
@@ -146,6 +149,38 @@ def recount(trainer: Any, loaders: Sequence[Any], then: Then, stage: dict[str, A
     return bool(done >= epoch.length)
 
 
+def recount_sizes(
+    trainer: Any, loaders: Sequence[Any], own: Sequence[Any] | None, stage: dict[str, Any]
+) -> bool:
+    """The same for the same grid, where loaders go on in batches of another size.
+
+    An epoch has another number of these. Nothing is done where all are of the size that they were.
+
+    Args:
+        trainer: The Trainer.
+        loaders: The train loaders here, which were loaded.
+        own: This rank's state of each.
+        stage: As ``recount`` takes it.
+
+    Returns:
+        Whether the epoch is over, since nothing is left.
+    """
+    known = [
+        [state] if isinstance(loader, DataLoader) and state else None
+        for loader, state in zip(loaders, own or [None] * len(loaders), strict=True)
+    ]
+    changed = [
+        states is not None
+        and is_begun(states[0])
+        and states[0].get("batch_size") != loader.batch_size
+        and loader.batches_left is not None
+        for loader, states in zip(loaders, known, strict=True)
+    ]
+    if not any(changed):
+        return False
+    return recount(trainer, loaders, Then(known, epoch_done=False), stage)
+
+
 def _shift(trainer: Any, batches: int, *, ended: bool) -> None:
     loop = trainer.fit_loop.epoch_loop
     progress, every = loop.batch_progress, trainer.accumulate_grad_batches
@@ -222,4 +257,5 @@ def _left(loader: Any, states: list[Any]) -> int:
     here = loader.state_dict()
     # It went to the next epoch by itself where nothing was left for it.
     is_next = here["epoch"] > min(state["epoch"] for state in states)
-    return 0 if is_next else len(loader) - here["batches"]
+    left = loader.batches_left
+    return 0 if is_next else len(loader) - here["batches"] if left is None else int(left)

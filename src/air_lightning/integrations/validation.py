@@ -39,14 +39,18 @@ class Validation:
         """The state from before the one that would be run again."""
         return None if self.has_ended else self._before
 
+    def forget(self) -> None:
+        """None is under way: one that raised ended its fit."""
+        self._before, self.has_ended = None, False
+
     def _run_noted(self) -> Any:
+        self.forget()
         if self._trainer.state.fn == "fit" and not self._trainer.sanity_checking:
             self._before = self._capture()
-        self.has_ended = False
-        try:
-            return self._run()
-        finally:
-            self._before, self.has_ended = None, False
+        result = self._run()
+        # Not where it raised: callbacks save on an exception when the loops have been left.
+        self.forget()
+        return result
 
     def _on_evaluation_end(self, *args: Any, **kwargs: Any) -> None:
         self.has_ended = True  # its results are known to callbacks, which save now
