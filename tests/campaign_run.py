@@ -31,7 +31,7 @@ FILES, VALIDATION_FILES = 45, 9  # of which the first needs three of padding
 BATCH = 2
 EPOCHS = 4
 SAVE_EVERY = 2
-VALIDATE_EVERY = 7  # of twelve batches
+VALIDATE_EVERY = 6  # of twelve batches: each follows a save
 STEPS = EPOCHS * -(-FILES // (WORLD_SIZE * NUM_WORKERS * BATCH)) * NUM_WORKERS
 TRAIN, VALIDATE = "/Volumes/main/default/train", "/Volumes/main/default/val"
 

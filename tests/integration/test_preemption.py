@@ -2,6 +2,7 @@
 
 import os
 import signal
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,7 +14,7 @@ from lightning.pytorch import Callback
 from air_lightning import list_checkpoints
 from conftest import Volume
 from integration.training import Run, Validated, assert_same, diary, result, train
-from ranks import TERMINATED, run_ranks
+from ranks import KILLED, TERMINATED, run_ranks, start_ranks, wait_for_ranks
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 
@@ -290,3 +291,52 @@ def _train_with_handler(run: Run, extra: Sequence[Callback]) -> None:
     train(run, extra=extra)
     assert signal.getsignal(signal.SIGTERM) is leave
     assert signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL
+
+
+@dataclass
+class Killer(Callback):
+    """One rank dies by SIGKILL when all others are about to wait for it at a save.
+
+    Args:
+        rank: Which one.
+        at: The step that is saved.
+        directory: Where the others tell that they are there.
+    """
+
+    rank: int
+    at: int
+    directory: Path
+
+    def on_save_checkpoint(self, trainer: Any, *args: Any) -> None:
+        if trainer.global_step != self.at or (self.directory / "killed").exists():
+            return
+        if trainer.global_rank != self.rank:
+            (self.directory / f"here-{trainer.global_rank}").touch()
+            return
+        trainer.strategy.checkpoint_io.wait()
+        while len(list(self.directory.glob("here-*"))) < trainer.world_size - 1:
+            time.sleep(0.005)
+        (self.directory / "killed").touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.parametrize("killed", [0, 1])
+def test_after_another_rank_was_killed(numbers: str, tmp_path: Path, killed: int) -> None:
+    """Who waits at a save for a killed rank ends by itself within torchrun's half minute."""
+    run = replace(two_ranks(numbers, every_n_steps=2), directory=str(tmp_path / "broken"))
+    log = tmp_path / "output.txt"
+    pids = start_ranks(_train, run, [Killer(killed, 4, tmp_path)], world_size=2, log=log)
+    left = pids[1 - killed]
+    assert os.waitstatus_to_exitcode(os.waitpid(pids[killed], 0)[1]) == KILLED
+    os.kill(left, signal.SIGTERM)
+    assert wait_for_ranks([left], pids[0], timeout_s=25) == [1]
+    told = log.read_text()
+    assert "SaveFailedError" in told
+    assert ("these have not come to it" if killed == 1 else "rank 0, which keeps") in told
+    assert {record.step for record in list_checkpoints(run.checkpoints)} == {2}
+    assert all(record.valid for record in list_checkpoints(run.checkpoints))
+    assert set(attempt(run, tmp_path)) == {0}
+    whole = undisturbed(run, tmp_path)
+    assert diary(run) == diary(whole)
+    for rank in range(run.world_size):
+        assert_same(result(run, rank), result(whole, rank))

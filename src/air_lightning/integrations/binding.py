@@ -59,8 +59,6 @@ logger = logging.getLogger("air_lightning")
 
 _T = TypeVar("_T")
 
-_INTERRUPTED_WAIT_S = 30.0  # for the other ranks to come to a save on an exception
-
 _SUPPORTED = (SingleDeviceStrategy, DDPStrategy, ModelParallelStrategy, FSDPStrategy)
 # Subclasses of those above that keep their state elsewhere.
 _REFUSED = (DeepSpeedStrategy, XLAStrategy, SingleDeviceXLAStrategy)
@@ -104,7 +102,7 @@ class Binding:
         self._prepared = False
         self._saved: tuple[int, str] | None = None
         self._chosen: str | None = None
-        self._entrance = Entrance(self.io.timeout_s)
+        self.entrance = Entrance(self.io.timeout_s)
         self.notices = LoggerNotices(self.io)
         self.io.at_teardown(self.notices.give_at_end)
         for lightnings in trainer.loggers:
@@ -152,7 +150,8 @@ class Binding:
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None
     ) -> None:
         """Every rank's part of a save."""
-        self._wait_for_all()
+        interrupted = self._trainer.state.status == TrainerStatus.INTERRUPTED
+        self.entrance.enter(interrupted=interrupted)
         source = next((adopted.source for adopted in self._adopted if adopted.source), None)
         if source is not None and self._agree(lambda: self.io.clone(source, filepath)):
             return
@@ -189,12 +188,6 @@ class Binding:
 
     def _batches(self) -> int:
         return int(self._trainer.fit_loop.epoch_loop.batch_progress.total.processed)
-
-    def _wait_for_all(self) -> None:
-        """Go on when every rank is here; on an exception not for long, for the others may go on."""
-        interrupted = self._trainer.state.status == TrainerStatus.INTERRUPTED
-        bound = min(_INTERRUPTED_WAIT_S, self.io.timeout_s)
-        self._entrance.enter(bound if interrupted else None)
 
     def _agree(self, choose: Callable[[], _T]) -> _T:
         """Rank 0's choice, or its error, on every rank."""
