@@ -140,8 +140,6 @@ def train(life: Life) -> None:
         monitor="mean_loss",
         save_top_k=2,
         save_last=True,
-        # Or Lightning puts off the save of an epoch's last step, and forgets that when it resumes.
-        save_on_train_epoch_end=True,
     )
     trainer = Trainer(
         accelerator="cpu",

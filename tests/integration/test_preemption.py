@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import ModelCheckpoint
 
 from air_lightning import list_checkpoints
 from conftest import Volume
@@ -209,6 +210,23 @@ def test_in_validation(
     step = 10 if interval == 4 else 12
     # The other rank may have had its last batch of the validation.
     assert [record.step for record in preempted(run)] in ([step], [step + 1])
+
+
+def test_a_save_that_was_put_off_until_the_validation(numbers: str, tmp_path: Path) -> None:
+    """A ModelCheckpoint that waits for a metric of the validation saves after that is run again."""
+    trainer = (("max_epochs", 1), ("val_check_interval", 4), ("num_sanity_val_steps", 0))
+    run = Run(numbers, str(tmp_path / "run"), every_n_steps=1000, validate=True, trainer=trainer)
+    best = f"{run.directory}/best"
+
+    def monitored() -> ModelCheckpoint:
+        return ModelCheckpoint(best, monitor="inputs", every_n_train_steps=4, save_top_k=-1)
+
+    sender = Sender("on_validation_batch_start", 2)
+    assert attempt(run, tmp_path, monitored(), sender) == [TERMINATED]
+    assert [record.step for record in preempted(run)] == [4]
+    assert list_checkpoints(best) == []
+    assert attempt(run, tmp_path, monitored()) == [0]
+    assert {record.step for record in list_checkpoints(best) if record.valid} == {4, 8}
 
 
 def test_at_a_step_with_a_validation_after_it(numbers: str, tmp_path: Path) -> None:

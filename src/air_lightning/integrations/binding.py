@@ -166,7 +166,7 @@ class Binding:
             optimizer_names=self._state.optimizer_names(
                 len(checkpoint.get("optimizer_states", ()))
             ),
-            rank_blob=self._restorer.position(),
+            rank_blob=self._restorer.position() | {"put_off": self._put_off()},
             alike=self._state.alike,
             storage_options=storage_options,
         )
@@ -185,6 +185,12 @@ class Binding:
     def validating(self, is_so: bool) -> AbstractContextManager[None]:
         """Let what is saved run the validation under way from its beginning when it is resumed."""
         return self._restorer.validating(is_so)
+
+    def _put_off(self) -> list[bool]:
+        """Of each ModelCheckpoint, whether it saves at the end of a validation to come."""
+        # In the last hook of one, what another callback is yet to save is not put off again.
+        is_over = self._restorer.has_validated
+        return [adopted.put_off and not is_over for adopted in self._adopted]
 
     def _batches(self) -> int:
         return int(self._trainer.fit_loop.epoch_loop.batch_progress.total.processed)
@@ -233,7 +239,12 @@ class Binding:
             def read_blobs(ranks: Iterable[int]) -> list[Any]:
                 return self._read_blobs(located.target, ranks, weights_only)
 
-            self._restorer.arm(blob, self._strategy.broadcast(Origin.of(blob)), read_blobs)
+            origin = self._strategy.broadcast(Origin.of(blob))
+            self._restorer.arm(blob, origin, read_blobs)
+            for adopted, is_so in zip(
+                self._adopted, origin.put_off if origin else (), strict=False
+            ):
+                adopted.put_off = is_so
         return checkpoint
 
     def take(self, chosen: str) -> None:
