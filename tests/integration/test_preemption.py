@@ -8,11 +8,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from air_lightning import list_checkpoints
+from air_lightning import DataLoader, UCVolumeDataset, list_checkpoints
 from conftest import Volume
 from integration.training import Run, Validated, assert_same, diary, result, train
 from ranks import KILLED, TERMINATED, run_ranks, start_ranks, wait_for_ranks
@@ -358,3 +359,35 @@ def test_after_another_rank_was_killed(numbers: str, tmp_path: Path, killed: int
     assert diary(run) == diary(whole)
     for rank in range(run.world_size):
         assert_same(result(run, rank), result(whole, rank))
+
+
+def test_workers_of_a_killed_process_end(numbers: str, tmp_path: Path) -> None:
+    """Busy workers end soon after their process was killed, and with them its open sockets."""
+    pids = start_ranks(_load_for_ever, numbers, tmp_path, world_size=1)
+    while len(list(tmp_path.glob("worker-*"))) < 2:
+        time.sleep(0.01)
+    workers = [psutil.Process(int(path.suffix[1:])) for path in tmp_path.glob("worker-*")]
+    os.kill(pids[0], signal.SIGKILL)
+    os.waitpid(pids[0], 0)
+    deadline = time.monotonic() + 20
+    try:
+        while any(map(_runs, workers)):
+            assert time.monotonic() < deadline, workers
+            time.sleep(0.01)
+    finally:
+        for worker in workers:
+            if _runs(worker):
+                worker.kill()
+
+
+def _runs(process: psutil.Process) -> bool:
+    return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+
+
+def _load_for_ever(volume: str, directory: Path) -> None:
+    def never(path: str) -> str:
+        (directory / f"worker-.{os.getpid()}").touch()
+        time.sleep(60)
+        return path
+
+    next(iter(DataLoader(UCVolumeDataset(volume).map(never), num_workers=2, batch_size=1)))
