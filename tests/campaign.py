@@ -10,7 +10,8 @@ life begins, until there were as many kills as were asked for. What is shown of 
     a restart      goes on from that newest one
     at the end     every batch of every rank is that of the uninterrupted run, each file once per
                    epoch; so are weights, moments, metrics, generators, best and last checkpoint
-    leftovers      none in checkpoints, in temporary directories, caches and shared memory
+    leftovers      none in checkpoints, in temporary directories, caches and shared memory, but what
+                   torch itself leaves there when a worker is killed
 
 The seed decides on moments and victims; what a process does at a moment is up to the machine.
 """
