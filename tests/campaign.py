@@ -10,7 +10,8 @@ life begins, until there were as many kills as were asked for. What is shown of 
     a restart      goes on from that newest one
     at the end     every batch of every rank is that of the uninterrupted run, each file once per
                    epoch; so are weights, moments, metrics, generators, best and last checkpoint
-    leftovers      none in checkpoints, in temporary directories, caches and shared memory
+    leftovers      none in checkpoints, in temporary directories, caches and shared memory, but what
+                   torch itself leaves there when a worker is killed
 
 The seed decides on moments and victims; what a process does at a moment is up to the machine.
 """
@@ -149,7 +150,7 @@ class Campaign:
             f"life-{number}", f"{place}/life-{number}", shares_cache=self._chance.random() < 0.5
         )
         self._tell(f"life {number}: checkpoints in {life.checkpoints}, cache {life.cache}")
-        newest = 0
+        newest, before = 0, self.tally.kills
         shared_memory = set(os.listdir("/dev/shm"))
         while True:
             moment, blow = draw(self._chance, self._usual_s, WORLD_SIZE, signals=self._signals)
@@ -168,7 +169,8 @@ class Campaign:
                 break
             # The port was free when it was chosen, and another program took it.
             assert struck or "EADDRINUSE" in self._log(life), f"{status}: {self._log(life)}"
-        self._check_end(life, shared_memory)
+        self._check_end(life)
+        self._check_shared_memory(shared_memory, self.tally.kills - before)
         shutil.rmtree(life.directory)
         shutil.rmtree(self._local(life.checkpoints))
 
@@ -211,24 +213,29 @@ class Campaign:
             lag = len(batches) - newest
             assert lag < 3 * SAVE_EVERY, f"{len(batches)} steps, and the newest save is {newest}"
 
-    def _check_end(self, life: Life, shared_memory: set[str]) -> None:
+    def _check_end(self, life: Life) -> None:
         for rank in range(WORLD_SIZE):
             wanted, _ = timeline(self._reference, rank)
             batches, again = timeline(life, rank)
             assert batches == wanted
             assert validations(life, rank) == validations(self._reference, rank)
-            got, expected = result(life, rank), result(self._reference, rank)
-            # Of metrics, those that were logged since the last start.
-            expected["metrics"] = {name: expected["metrics"][name] for name in got["metrics"]}
-            if starts(life, rank)[-1]["start"] == STEPS:
-                del got["generator"], expected["generator"]  # there was no batch to restore it for
-            assert_same(got, expected, f"rank {rank}: ")
+            assert_same(result(life, rank), result(self._reference, rank), f"rank {rank}: ")
             self.tally.steps_again += again
         self._check_counts(life)
         self._check_files(life)
         self._check_checkpoints(life)
-        left = {name for name in set(os.listdir("/dev/shm")) - shared_memory if _is_ours(name)}
-        assert not left, f"left in shared memory: {left}"
+
+    def _check_shared_memory(self, before: set[str], kills: int) -> None:
+        """Nothing of a training is left there; of torch's own, no more than it was killed at.
+
+        A worker that hands on a tensor makes a file, and unlinks it in the same call: one that is
+        killed in between leaves it, with plain torch as well.
+        """
+        left = {name for name in set(os.listdir("/dev/shm")) - before if _is_ours(name)}
+        torchs = {name for name in left if name.startswith("torch_")}
+        self.tally.left["tensor in shared memory"] += len(torchs)
+        assert left == torchs, f"left in shared memory: {left}"
+        assert len(torchs) <= kills, f"left in shared memory by {kills} kills: {left}"
 
     def _check_counts(self, life: Life) -> None:
         """Each file once per epoch, but for the padding."""

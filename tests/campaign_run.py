@@ -31,7 +31,7 @@ FILES, VALIDATION_FILES = 45, 9  # of which the first needs three of padding
 BATCH = 2
 EPOCHS = 4
 SAVE_EVERY = 2
-VALIDATE_EVERY = 7  # of twelve batches
+VALIDATE_EVERY = 6  # of twelve batches: each follows a save
 STEPS = EPOCHS * -(-FILES // (WORLD_SIZE * NUM_WORKERS * BATCH)) * NUM_WORKERS
 TRAIN, VALIDATE = "/Volumes/main/default/train", "/Volumes/main/default/val"
 
@@ -140,8 +140,6 @@ def train(life: Life) -> None:
         monitor="mean_loss",
         save_top_k=2,
         save_last=True,
-        # Or Lightning puts off the save of an epoch's last step, and forgets that when it resumes.
-        save_on_train_epoch_end=True,
     )
     trainer = Trainer(
         accelerator="cpu",

@@ -38,7 +38,7 @@ def run_ranks(
         TimeoutError: A rank was still running after ``timeout_s``; all were killed.
     """
     pids = start_ranks(function, *args, world_size=world_size, log=log)
-    return _wait(pids, pids[0], timeout_s)
+    return wait_for_ranks(pids, pids[0], timeout_s)
 
 
 def start_ranks(
@@ -112,7 +112,12 @@ def _environment(rank: int, world_size: int, port: int) -> None:
     )
 
 
-def _wait(pids: list[int], leader: int, timeout_s: float) -> list[int]:
+def wait_for_ranks(pids: list[int], leader: int, timeout_s: float) -> list[int]:
+    """The exit statuses of ranks that were started; then their process group ends, whole.
+
+    Raises:
+        TimeoutError: A rank was still running after ``timeout_s``; all were killed.
+    """
     deadline = time.monotonic() + timeout_s
     statuses: dict[int, int] = {}
     try:

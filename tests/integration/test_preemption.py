@@ -2,19 +2,22 @@
 
 import os
 import signal
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import Logger
 
-from air_lightning import list_checkpoints
+from air_lightning import DataLoader, UCVolumeDataset, list_checkpoints
 from conftest import Volume
 from integration.training import Run, Validated, assert_same, diary, result, train
-from ranks import TERMINATED, run_ranks
+from ranks import KILLED, TERMINATED, run_ranks, start_ranks, wait_for_ranks
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 
@@ -211,6 +214,23 @@ def test_in_validation(
     assert [record.step for record in preempted(run)] in ([step], [step + 1])
 
 
+def test_a_save_that_was_put_off_until_the_validation(numbers: str, tmp_path: Path) -> None:
+    """A ModelCheckpoint that waits for a metric of the validation saves after that is run again."""
+    trainer = (("max_epochs", 1), ("val_check_interval", 4), ("num_sanity_val_steps", 0))
+    run = Run(numbers, str(tmp_path / "run"), every_n_steps=1000, validate=True, trainer=trainer)
+    best = f"{run.directory}/best"
+
+    def monitored() -> ModelCheckpoint:
+        return ModelCheckpoint(best, monitor="inputs", every_n_train_steps=4, save_top_k=-1)
+
+    sender = Sender("on_validation_batch_start", 2)
+    assert attempt(run, tmp_path, monitored(), sender) == [TERMINATED]
+    assert [record.step for record in preempted(run)] == [4]
+    assert list_checkpoints(best) == []
+    assert attempt(run, tmp_path, monitored()) == [0]
+    assert {record.step for record in list_checkpoints(best) if record.valid} == {4, 8}
+
+
 def test_at_a_step_with_a_validation_after_it(numbers: str, tmp_path: Path) -> None:
     """A run that is to stop where a validation is due validates first thing when restarted."""
     trainer = (("max_epochs", 2), ("val_check_interval", 4), ("num_sanity_val_steps", 0))
@@ -318,3 +338,79 @@ def test_loggers_are_told_of_the_last_step(numbers: str, tmp_path: Path) -> None
     assert attempt(run, tmp_path) == [0]
     steps = [int(line) for line in told.read_text().splitlines()]
     assert steps == list(range(len(steps)))
+
+
+@dataclass
+class Killer(Callback):
+    """One rank dies by SIGKILL when all others are about to wait for it at a save.
+
+    Args:
+        rank: Which one.
+        at: The step that is saved.
+        directory: Where the others tell that they are there.
+    """
+
+    rank: int
+    at: int
+    directory: Path
+
+    def on_save_checkpoint(self, trainer: Any, *args: Any) -> None:
+        if trainer.global_step != self.at or (self.directory / "killed").exists():
+            return
+        if trainer.global_rank != self.rank:
+            (self.directory / f"here-{trainer.global_rank}").touch()
+            return
+        trainer.strategy.checkpoint_io.wait()
+        while len(list(self.directory.glob("here-*"))) < trainer.world_size - 1:
+            time.sleep(0.005)
+        (self.directory / "killed").touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.parametrize("killed", [0, 1])
+def test_after_another_rank_was_killed(numbers: str, tmp_path: Path, killed: int) -> None:
+    """Who waits at a save for a killed rank ends by itself within torchrun's half minute."""
+    run = replace(two_ranks(numbers, every_n_steps=2), directory=str(tmp_path / "broken"))
+    log = tmp_path / "output.txt"
+    pids = start_ranks(_train, run, [Killer(killed, 4, tmp_path)], world_size=2, log=log)
+    left = pids[1 - killed]
+    assert os.waitstatus_to_exitcode(os.waitpid(pids[killed], 0)[1]) == KILLED
+    os.kill(left, signal.SIGTERM)
+    assert wait_for_ranks([left], pids[0], timeout_s=25) == [1]
+    told = log.read_text()
+    assert "SaveFailedError" in told
+    assert ("these have not come to it" if killed == 1 else "rank 0, which keeps") in told
+    assert {record.step for record in list_checkpoints(run.checkpoints)} == {2}
+    assert all(record.valid for record in list_checkpoints(run.checkpoints))
+
+
+def test_workers_of_a_killed_process_end(numbers: str, tmp_path: Path) -> None:
+    """Busy workers end soon after their process was killed, and with them its open sockets."""
+    pids = start_ranks(_load_for_ever, numbers, tmp_path, world_size=1)
+    while len(list(tmp_path.glob("worker-*"))) < 2:
+        time.sleep(0.01)
+    workers = [psutil.Process(int(path.suffix[1:])) for path in tmp_path.glob("worker-*")]
+    os.kill(pids[0], signal.SIGKILL)
+    os.waitpid(pids[0], 0)
+    deadline = time.monotonic() + 20
+    try:
+        while any(map(_runs, workers)):
+            assert time.monotonic() < deadline, workers
+            time.sleep(0.01)
+    finally:
+        for worker in workers:
+            if _runs(worker):
+                worker.kill()
+
+
+def _runs(process: psutil.Process) -> bool:
+    return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+
+
+def _load_for_ever(volume: str, directory: Path) -> None:
+    def never(path: str) -> str:
+        (directory / f"worker-.{os.getpid()}").touch()
+        time.sleep(60)
+        return path
+
+    next(iter(DataLoader(UCVolumeDataset(volume).map(never), num_workers=2, batch_size=1)))

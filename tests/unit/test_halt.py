@@ -9,6 +9,7 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from air_lightning.errors import SaveFailedError
 from air_lightning.integrations.halt import Halt, Point
 
 STEPS, BATCHES = 12, 6
@@ -74,3 +75,17 @@ def test_a_lone_rank_stops_where_it_is() -> None:
     halt.propose((2, 0, 0), 15)
     assert halt.at((2, 0, 0))
     assert halt.signal() == pytest.approx(15)
+
+
+def test_a_rank_that_never_comes_is_not_waited_for_long() -> None:
+    """After SIGTERM, a rank that is alone at each point goes on a few times, then ends by an error.
+
+    As in a validation, in which no collective of the training tells of a rank that was killed.
+    """
+    asked = time.monotonic()
+    halt = Halt(dist.HashStore(), 2, "test", lambda: asked, patience_s=0.1)
+    halt.propose((1, 1, 1), 15)
+    with pytest.raises(SaveFailedError, match="1 of 2 ranks came to where"):
+        for batch in range(1, 1000):
+            assert not halt.at((1, 1, batch))
+    assert 1 < batch < 10

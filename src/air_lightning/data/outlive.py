@@ -1,9 +1,11 @@
 """Loader workers outlive the SIGTERM that a scheduler sends to all processes of a job at once.
 
 The training process ends its step and saves before it goes, and workers that died of that signal
-would fail the step. They go when it asks for it (torch does so as its last resort), or is gone.
+would fail the step. They go when it asks for it (torch does so as its last resort), or is gone:
+within a second, whatever they are busy with. They hold its sockets, too, and as long as these are
+open no other rank is told that it was killed.
 
-Who sent a signal is told to ``sigwaitinfo`` only, so that the signal is blocked in the worker, and
+Who sent a signal is told to ``sigtimedwait`` only, so that the signal is blocked in the worker, and
 a thread waits for it. Programs that a worker starts inherit that: end them by ``kill()``.
 """
 
@@ -13,6 +15,8 @@ import signal
 import threading
 from collections.abc import Callable
 
+_LOOK_EVERY_S = 1.0
+
 
 def outliving(init: Callable[[int], None]) -> Callable[[int], None]:
     """A ``worker_init_fn`` that lets the worker outlive its job's SIGTERM, then calls ``init``."""
@@ -20,7 +24,7 @@ def outliving(init: Callable[[int], None]) -> Callable[[int], None]:
 
 
 def _start_worker(init: Callable[[int], None], worker: int) -> None:
-    if hasattr(signal, "sigwaitinfo"):
+    if hasattr(signal, "sigtimedwait"):
         # Before any thread is started: those would else take the signal, and end the process.
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
         threading.Thread(
@@ -31,6 +35,6 @@ def _start_worker(init: Callable[[int], None], worker: int) -> None:
 
 def _obey(parent: int) -> None:
     while True:
-        sender = signal.sigwaitinfo({signal.SIGTERM}).si_pid
-        if sender == parent or os.getppid() != parent:
+        told = signal.sigtimedwait({signal.SIGTERM}, _LOOK_EVERY_S)
+        if os.getppid() != parent or (told is not None and told.si_pid == parent):
             os._exit(0)

@@ -59,8 +59,6 @@ logger = logging.getLogger("air_lightning")
 
 _T = TypeVar("_T")
 
-_INTERRUPTED_WAIT_S = 30.0  # for the other ranks to come to a save on an exception
-
 _SUPPORTED = (SingleDeviceStrategy, DDPStrategy, ModelParallelStrategy, FSDPStrategy)
 # Subclasses of those above that keep their state elsewhere.
 _REFUSED = (DeepSpeedStrategy, XLAStrategy, SingleDeviceXLAStrategy)
@@ -104,7 +102,7 @@ class Binding:
         self._prepared = False
         self._saved: tuple[int, str] | None = None
         self._chosen: str | None = None
-        self._entrance = Entrance(self.io.timeout_s)
+        self.entrance = Entrance(self.io.timeout_s)
         self.notices = LoggerNotices(self.io)
         self.io.at_teardown(self.notices.give_at_end)
         for lightnings in trainer.loggers:
@@ -152,7 +150,8 @@ class Binding:
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None
     ) -> None:
         """Every rank's part of a save."""
-        self._wait_for_all()
+        interrupted = self._trainer.state.status == TrainerStatus.INTERRUPTED
+        self.entrance.enter(interrupted=interrupted)
         source = next((adopted.source for adopted in self._adopted if adopted.source), None)
         if source is not None and self._agree(lambda: self.io.clone(source, filepath)):
             return
@@ -167,7 +166,7 @@ class Binding:
             optimizer_names=self._state.optimizer_names(
                 len(checkpoint.get("optimizer_states", ()))
             ),
-            rank_blob=self._restorer.position(),
+            rank_blob=self._restorer.position() | {"put_off": self._put_off()},
             alike=self._state.alike,
             storage_options=storage_options,
         )
@@ -187,14 +186,14 @@ class Binding:
         """Let what is saved run the validation under way from its beginning when it is resumed."""
         return self._restorer.validating(is_so)
 
+    def _put_off(self) -> list[bool]:
+        """Of each ModelCheckpoint, whether it saves at the end of a validation to come."""
+        # In the last hook of one, what another callback is yet to save is not put off again.
+        is_over = self._restorer.has_validated
+        return [adopted.put_off and not is_over for adopted in self._adopted]
+
     def _batches(self) -> int:
         return int(self._trainer.fit_loop.epoch_loop.batch_progress.total.processed)
-
-    def _wait_for_all(self) -> None:
-        """Go on when every rank is here; on an exception not for long, for the others may go on."""
-        interrupted = self._trainer.state.status == TrainerStatus.INTERRUPTED
-        bound = min(_INTERRUPTED_WAIT_S, self.io.timeout_s)
-        self._entrance.enter(bound if interrupted else None)
 
     def _agree(self, choose: Callable[[], _T]) -> _T:
         """Rank 0's choice, or its error, on every rank."""
@@ -240,7 +239,12 @@ class Binding:
             def read_blobs(ranks: Iterable[int]) -> list[Any]:
                 return self._read_blobs(located.target, ranks, weights_only)
 
-            self._restorer.arm(blob, self._strategy.broadcast(Origin.of(blob)), read_blobs)
+            origin = self._strategy.broadcast(Origin.of(blob))
+            self._restorer.arm(blob, origin, read_blobs)
+            for adopted, is_so in zip(
+                self._adopted, origin.put_off if origin else (), strict=False
+            ):
+                adopted.put_off = is_so
         return checkpoint
 
     def take(self, chosen: str) -> None:

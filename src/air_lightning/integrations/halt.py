@@ -12,18 +12,23 @@ points in this order. The ranks talk through the store of the process group, nev
 
 Ranks that sync gradients cannot pass the end of a step that the proposer has not given its
 gradients to. Others (a manual loop, a validation) can, and extend. A rank that waits in a
-collective for one that waits here cannot: after some seconds the latter extends by itself.
+collective for one that waits here cannot: after some seconds the latter extends by itself. A rank
+that was killed never comes: who got SIGTERM waits some seconds in all, and then ends by an error.
 """
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
+
+from air_lightning.errors import SaveFailedError
 
 Point = tuple[int, int, int]
 
 _FIRST_POLL_S, _LAST_POLL_S = 0.0005, 0.05
 _PATIENCE_S = 5.0
+_ENDING_PATIENCE = 3  # so many times: half of the 30 s that torchrun leaves after SIGTERM
 _STOP = "stop"
 
 
@@ -34,15 +39,27 @@ class Halt:
         store: Of the process group; None for a run of one rank.
         world_size: Ranks.
         name: Prefix of the keys, another one for each run of the process group.
+        terminated_at: When this process got SIGTERM, by ``time.monotonic``; None as long as not.
+        patience_s: Seconds after which a rank that waits publishes a later point.
     """
 
-    def __init__(self, store: Any, world_size: int, name: str) -> None:
+    def __init__(
+        self,
+        store: Any,
+        world_size: int,
+        name: str,
+        terminated_at: Callable[[], float | None] = lambda: None,
+        patience_s: float = _PATIENCE_S,
+    ) -> None:
         self._store, self._world_size, self._name = store, world_size, name
         self._signal: int | None = None
         self._link = 0  # of the chain of published points
         self._target: Point | None = None
         self._last: Point = (-1, 0, 0)
-        self._patience_s = _PATIENCE_S
+        self._patience_s = patience_s
+        self._ending_wait_s = _ENDING_PATIENCE * patience_s
+        self._terminated_at = terminated_at
+        self._met_at: float | None = None  # when this rank first waited
 
     def propose(self, point: Point, signal: int | None) -> None:
         """Ask all ranks to stop at a point, unless one is published already.
@@ -69,7 +86,11 @@ class Halt:
         return int(self._store.get(key))
 
     def at(self, point: Point) -> bool:
-        """Whether to stop here, with all the others; waits for them if it is so."""
+        """Whether to stop here, with all the others; waits for them if it is so.
+
+        Raises:
+            SaveFailedError: They did not come, and this process has to end.
+        """
         previous, self._last = self._last, point
         if self._store is None:
             return self._target is not None and self._target <= point
@@ -132,11 +153,14 @@ class Halt:
     def _meet(self, point: Point) -> bool:
         here = f"{self._key(self._link)}/{point}"
         self._store.add(here, 1)
-        patience = time.monotonic() + self._patience_s
+        begun = time.monotonic()
+        self._met_at = self._met_at or begun
+        patience = begun + self._patience_s
         poll = _FIRST_POLL_S
         while self._store.add(here, 0) < self._world_size:
             if self._store.check([self._key(self._link)]):
                 return self._is_stop()
+            self._require_time(point, self._store.add(here, 0))
             if time.monotonic() > patience:
                 self._patience_s *= 2
                 self._store.compare_set(self._key(self._link), "", _text(_after(point)))
@@ -146,6 +170,20 @@ class Halt:
         # Through the same key as a later point: either all stop here, or all go on.
         self._store.compare_set(self._key(self._link), "", _STOP)
         return self._is_stop()
+
+    def _require_time(self, point: Point, here: int) -> None:
+        asked = self._terminated_at()
+        if asked is None or self._met_at is None:
+            return
+        # Not from the signal alone: the step that it came in may have been a long one.
+        waited = time.monotonic() - max(asked, self._met_at)
+        if waited > self._ending_wait_s:
+            raise SaveFailedError(
+                f"This process was asked to end by SIGTERM, and {here} of {self._world_size} ranks "
+                f"came to where all were to stop and save (step {point[0]}) in {waited:.0f} s: the "
+                "others were killed, or failed. It ends without a checkpoint of this step; started "
+                "again, the run goes on from the newest complete one."
+            )
 
     def _is_stop(self) -> bool:
         return bool(self._store.get(self._key(self._link)).decode() == _STOP)

@@ -6,6 +6,7 @@ What is corrected::
     names         what a kill left of a save does not count as a file that exists: the resumed run
                   saves that step again, under the same name and not as ``-v1`` beside it
     links         made when what they lead to is published
+    put off       a save that waits for a metric of the next validation waits for it after a resume
     save_last     a second name for the checkpoint that was just saved, where files can be linked,
                   and not a second save of the same step
     loggers       told of a checkpoint when it is published, on the training thread
@@ -29,6 +30,7 @@ from air_lightning.integrations.signals import Preempted
 from air_lightning.volumes import path as volume_path
 
 _TELL = "_air_lightning_tell"
+_PUT_OFF = "_defer_save_until_validation"
 _log = logging.getLogger("air_lightning")
 
 
@@ -79,6 +81,17 @@ class Adopted:
         callback._save_checkpoint = self._note_path
         callback._save_topk_checkpoint = self._note_topk
         callback._save_last_checkpoint = self._save_last_once
+
+    @property
+    def put_off(self) -> bool:
+        """Whether a save is due at the end of the next validation; not in Lightning's own state."""
+        return bool(getattr(self._callback, _PUT_OFF, False))
+
+    @put_off.setter
+    def put_off(self, is_so: bool) -> None:
+        # Lightning before 2.6 puts nothing off.
+        if hasattr(self._callback, _PUT_OFF):
+            setattr(self._callback, _PUT_OFF, is_so)
 
     def _link(self, trainer: Trainer, filepath: str, linkpath: str) -> None:
         # Lightning links at the call, when the directory of an asynchronous save is not there.

@@ -74,6 +74,7 @@ class Origin(NamedTuple):
     has_positions: bool  # of loaders, which belong to that world size
     stage: Mapping[str, Any] | None  # as stages.py has it
     epoch_done: bool
+    put_off: tuple[bool, ...]  # of each ModelCheckpoint: its save waits for a validation
 
     @classmethod
     def of(cls, blob: Mapping[str, Any] | None) -> "Origin | None":
@@ -90,6 +91,7 @@ class Origin(NamedTuple):
             has_positions=has_positions,
             stage=blob.get("stage"),
             epoch_done=bool(blob.get("epoch_done")),
+            put_off=tuple(blob.get("put_off") or ()),
         )
 
 
@@ -188,6 +190,11 @@ class Restorer:
             yield
         finally:
             self._validation.is_forced = False
+
+    @property
+    def has_validated(self) -> bool:
+        """Whether the last hook of a validation is being run."""
+        return self._validation.has_ended
 
     def restore_validation(self) -> None:
         """Let validation loaders go on with the epoch, so with the random draws, they were at."""

@@ -12,6 +12,7 @@ Python allows handlers in the main thread only; a Trainer in another one notes n
 import logging
 import signal
 import threading
+import time
 from collections.abc import Iterable
 from types import FrameType
 from typing import Any
@@ -39,6 +40,7 @@ class Signals:
         self._numbers = tuple(numbers)
         self._users: dict[int, Any] = {}
         self.received: int | None = None
+        self.terminated_at: float | None = None  # by time.monotonic; SIGUSR1 comes minutes ahead
 
     def take(self) -> None:
         """Put our handlers in place, also in place of those that Lightning registered since.
@@ -80,6 +82,8 @@ class Signals:
     def _note(self, number: int, _: FrameType | None) -> None:
         if self.received is None:
             self.received = number
+        if number == signal.SIGTERM and self.terminated_at is None:
+            self.terminated_at = time.monotonic()
 
 
 def _in_main_thread() -> bool:
