@@ -250,9 +250,9 @@ def test_a_trainer_on_ranks_with_other_files_ends_with_the_error(tmp_path, num_w
         train_on_own_files, str(tmp_path), run, world_size=2, timeout_s=60, log=log
     )
     assert statuses == [1, 1]
-    told = [line for line in log.read_text().splitlines() if "RankMismatchError: " in line]
-    assert len(told) >= 2
-    assert all("files=8 on rank 0, 9 on rank 1" in line for line in told)
+    told = log.read_text()  # of both, whose lines may be mixed
+    assert told.count("RankMismatchError: ") >= 2
+    assert "files=8 on rank 0, 9 on rank 1" in told
     assert not list(Path(run.directory).glob("diary-*"))
 
 

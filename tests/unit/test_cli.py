@@ -123,8 +123,8 @@ def test_export_to_where_nothing_can_be_written(
     for name in ("x.ckpt", "x.safetensors"):
         assert main(["export", str(tmp_path / "c"), f"/proc/{name}"]) == 3
         error = capsys.readouterr().err
-        assert error.startswith(f"air-lightning: Could not create /proc/{name}: ")
-        assert "a place that can be written" in error
+        assert error.startswith(f"air-lightning: /proc/{name} cannot be written (No such file")
+        assert "Export to a place where" in error
 
 
 @pytest.mark.parametrize("command", [["ls"], ["latest"], ["prune", "--keep-last=9", "--dry-run"]])

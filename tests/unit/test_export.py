@@ -246,7 +246,7 @@ def test_a_place_that_cannot_be_written_is_refused_before_reading(
         pytest.importorskip("safetensors")
     directory = unreadable(tmp_path / "c")
     out = f"{place}/{name}"
-    with pytest.raises(StorageError, match=f"{out} cannot be written, and nothing was read"):
+    with pytest.raises(StorageError, match=f"{out} cannot be written .*, and nothing was read"):
         export_checkpoint(directory, out)
     (tmp_path / "out").mkdir()
     with pytest.raises(CorruptCheckpointError):

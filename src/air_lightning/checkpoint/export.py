@@ -199,11 +199,14 @@ def _require_place(storage: Storage, target: str, needed: int) -> None:
         storage.write_bytes(probe, b"x")
         storage.remove(probe)
     except (AirError, OSError) as error:
+        number = error.errno if isinstance(error, OSError) else None
+        # Not the error's own text: it names the probe.
+        reason = str(error) if number is None else os.strerror(number)
         ours = StorageError(
-            f"{target} cannot be written, and nothing was read: {error} Export to a place where "
+            f"{target} cannot be written ({reason}), and nothing was read. Export to a place where "
             "files can be made and removed."
         )
-        ours.errno = error.errno if isinstance(error, OSError) else None
+        ours.errno = number
         raise ours from error
 
 
