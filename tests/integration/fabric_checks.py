@@ -17,6 +17,7 @@ from air_lightning import (
     AirCheckpointIO,
     CheckpointError,
     CheckpointMismatchError,
+    InvalidTypeError,
     SaveFailedError,
     StateError,
     UCVolumeWriter,
@@ -321,6 +322,27 @@ def a_state_that_one_rank_refuses_fails_all(root: str) -> None:
         assert job.plugin.resume(f"{root}/{kind.__name__}", job.state) is not None
 
 
+def what_is_no_state_fails_all(root: str) -> None:
+    """A state that is no dict on one rank, or a missing path, is an error on every rank."""
+    job = Job("ddp")
+    job.save(f"{root}/c")
+    given: Any = job.state
+    error: type[Exception] = CheckpointError
+    if dist.get_rank() == 1:
+        given, error = [1], InvalidTypeError
+    for call in (
+        lambda: job.fabric.save(f"{root}/d", given),
+        lambda: job.fabric.load(f"{root}/c", given),
+        lambda: job.plugin.resume(root, given),
+    ):
+        with pytest.raises(error, match="The state is a list; a dict is wanted"):
+            call()
+    with pytest.raises(CheckpointError, match="missing does not exist"):
+        job.fabric.load(f"{root}/missing", job.state)
+    job.save(f"{root}/d")
+    assert verify_checkpoint(f"{root}/d").valid
+
+
 def loaders_are_asked_by_name(root: str) -> None:
     """A loader without a position in the checkpoint is an error; weights alone restore none."""
     data = f"{root}/data"
@@ -402,6 +424,7 @@ CHECKS: list[Callable[[str], None]] = [
     a_failed_save_is_told_to_all,
     a_rank_that_cannot_load_fails_all,
     a_state_that_one_rank_refuses_fails_all,
+    what_is_no_state_fails_all,
     loaders_are_asked_by_name,
     shards_stay_shards,
     attaching_late,

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from lightning import Fabric
@@ -23,6 +24,7 @@ from air_lightning import (
     AirCheckpointIO,
     CheckpointMismatchError,
     InvalidArgumentError,
+    InvalidTypeError,
     export_checkpoint,
     find_latest_valid,
     list_checkpoints,
@@ -30,6 +32,7 @@ from air_lightning import (
 )
 from air_lightning.checkpoint.catalog import remove_checkpoint
 from air_lightning.checkpoint.inspection import inspect_checkpoint
+from air_lightning.integrations.fabric_state import progress
 from conftest import Volume
 from integration.fabric_checks import run_all
 from integration.fabric_loop import Loop, build, train
@@ -231,6 +234,46 @@ def test_trainer_and_fabric(tmp_path: Path) -> None:
     plugin.wait()
     with pytest.raises(CheckpointMismatchError, match="no Trainer's checkpoint"):
         fit(trainer_with(), ckpt_path=str(tmp_path / "loop"))
+
+
+@pytest.mark.parametrize("number", [int, np.int64, np.uint8, np.array, torch.tensor])
+def test_the_step_may_be_of_any_whole_kind(tmp_path: Path, number: Any) -> None:
+    """Resume takes the newer of two steps, which count as NumPy and torch do, not the later."""
+    fabric, plugin = attached()
+    for name, key, step in (("a", "global_step", 200), ("b", "step", 100)):
+        fabric.save(tmp_path / name, {key: number(step), "other": True, "epoch": number(step)})
+    state = {"global_step": None}
+    assert plugin.resume(tmp_path, state) == str(tmp_path / "a")
+    assert state["global_step"] == 200
+    assert type(state["global_step"]) is type(number(1))
+    record = verify_checkpoint(tmp_path / "b")
+    assert (record.step, record.epoch) == (100, 100)
+
+
+@pytest.mark.parametrize("step", [True, np.True_, torch.tensor(True), 1.0, torch.tensor(1.0), "1"])
+def test_what_is_no_step(step: Any) -> None:
+    """Truth values, fractions and text are no steps; the next key is asked then."""
+    assert progress({"global_step": step, "step": np.int64(3), "epoch": step}) == (3, None)
+
+
+class Fields:
+    """Has no keys."""
+
+
+@pytest.mark.parametrize("state", [None, [1], "model", Fields(), torch.nn.Linear(1, 1)])
+def test_a_state_is_a_dict(tmp_path: Path, state: Any) -> None:
+    """Anything else is told by its kind, and nothing is saved, loaded or in the way of more."""
+    fabric, plugin = attached()
+    fabric.save(tmp_path / "good", {"step": 1})
+    told = f"The state is a {type(state).__name__}; a dict is wanted"
+    calls = [lambda: fabric.save(tmp_path / "c", state), lambda: plugin.resume(tmp_path, state)]
+    if not (state is None or isinstance(state, torch.nn.Module)):
+        calls.append(lambda: fabric.load(tmp_path / "good", state))
+    for call in calls:
+        with pytest.raises(InvalidTypeError, match=told):
+            call()
+    assert not (tmp_path / "c").exists()
+    assert fabric.load(tmp_path / "good") == {"step": 1}
 
 
 EXIT = """
