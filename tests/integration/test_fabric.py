@@ -295,19 +295,24 @@ def test_exit_waits_for_the_last_save(tmp_path: Path) -> None:
 def test_the_loop_of_the_docs(
     volume: Volume, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The page's loop runs as it stands, and a second start resumes."""
+    """The page's loop runs as it stands; a second start resumes, and no validation is left out."""
     for name in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS"):
         monkeypatch.setenv(name, "0")  # the loop sets them: they are put back
     page = (Path(__file__).parents[2] / "docs/fabric.md").read_text()
     code = re.findall(r"```python\n(.*?)```", page, re.DOTALL)[0]
     for number in range(10):
         (volume.directory / f"{number}.txt").write_text("x" * number)
-    exec(compile(code, "fabric.md", "exec"), {"__name__": "__main__"})
+    whole: dict[str, Any] = {"__name__": "__main__"}
+    exec(compile(code, "fabric.md", "exec"), whole)
+    assert len(whole["state"]["losses"]) == 2
     assert "started fresh" in capsys.readouterr().out
     checkpoints = "/Volumes/main/default/checkpoints"
     assert sorted(r.step or 0 for r in list_checkpoints(checkpoints)) == [2, 4, 6, 8, 10]
     for step in (6, 8, 10):
         remove_checkpoint(f"{checkpoints}/step={step}")
-    exec(compile(code, "fabric.md", "exec"), {"__name__": "__main__"})
-    assert f"resumed from {checkpoints}/step=4" in capsys.readouterr().out
-    assert sorted(r.step or 0 for r in list_checkpoints(checkpoints)) == [2, 4, 6, 8, 10]
+    for step in (4, 10):  # before an epoch's end, and at it
+        resumed: dict[str, Any] = {"__name__": "__main__"}
+        exec(compile(code, "fabric.md", "exec"), resumed)
+        assert f"resumed from {checkpoints}/step={step}" in capsys.readouterr().out
+        assert resumed["state"]["losses"] == whole["state"]["losses"]
+        assert sorted(r.step or 0 for r in list_checkpoints(checkpoints)) == [2, 4, 6, 8, 10]
