@@ -103,7 +103,7 @@ class AirCheckpointIO(Saves, CheckpointIO):
         """Save and restore these loaders in a Fabric loop without their being in its state.
 
         Args:
-            **loaders: By the name under which each is saved; wrapped by Fabric or not. Other objects
+            **loaders: By the name under which each is saved; wrapped by Fabric or not. Objects
                 with a state of each rank's own are as welcome: each rank gets its own back.
 
         Raises:
