@@ -17,6 +17,7 @@ from air_lightning import (
     AirCheckpointIO,
     CheckpointError,
     CheckpointMismatchError,
+    InvalidTypeError,
     SaveFailedError,
     StateError,
     UCVolumeWriter,
@@ -321,6 +322,57 @@ def a_state_that_one_rank_refuses_fails_all(root: str) -> None:
         assert job.plugin.resume(f"{root}/{kind.__name__}", job.state) is not None
 
 
+def what_is_no_state_fails_all(root: str) -> None:
+    """A state that is no dict on one rank, or a missing path, is an error on every rank."""
+    job = Job("ddp")
+    job.save(f"{root}/c")
+    given: Any = job.state
+    error: type[Exception] = CheckpointError
+    if dist.get_rank() == 1:
+        given, error = [1], InvalidTypeError
+    for call in (
+        lambda: job.fabric.save(f"{root}/d", given),
+        lambda: job.fabric.load(f"{root}/c", given),
+        lambda: job.plugin.resume(root, given),
+    ):
+        with pytest.raises(error, match="The state is a list; a dict is wanted"):
+            call()
+    with pytest.raises(CheckpointError, match="missing does not exist"):
+        job.fabric.load(f"{root}/missing", job.state)
+    job.save(f"{root}/d")
+    assert verify_checkpoint(f"{root}/d").valid
+
+
+class Own:
+    """What each rank wants back as its own: the buffers of a module."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self.module = module
+
+    def state_dict(self) -> dict[str, Any]:
+        return {name: buffer.clone() for name, buffer in self.module.named_buffers()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for name, buffer in self.module.named_buffers():
+            buffer.copy_(state[name])
+
+
+def what_is_registered_is_each_ranks_own(root: str) -> None:
+    """Buffers that ranks hold unlike are rank 0's after a resume, and their own if registered."""
+    for registered in (False, True):
+        job = Job("2x1")
+        norm = torch.nn.BatchNorm1d(2)
+        norm.running_mean.fill_(dist.get_rank() + 1)
+        if registered:
+            job.plugin.register(own=Own(norm))
+        job.state |= {"norm": norm, "history": [dist.get_rank() + 1]}
+        job.save(f"{root}/{registered}/c")
+        norm.running_mean.zero_()
+        assert job.plugin.resume(f"{root}/{registered}", job.state) is not None
+        assert job.state["history"] == [1]
+        assert norm.running_mean.tolist() == [dist.get_rank() + 1 if registered else 1] * 2
+
+
 def loaders_are_asked_by_name(root: str) -> None:
     """A loader without a position in the checkpoint is an error; weights alone restore none."""
     data = f"{root}/data"
@@ -402,6 +454,8 @@ CHECKS: list[Callable[[str], None]] = [
     a_failed_save_is_told_to_all,
     a_rank_that_cannot_load_fails_all,
     a_state_that_one_rank_refuses_fails_all,
+    what_is_no_state_fails_all,
+    what_is_registered_is_each_ranks_own,
     loaders_are_asked_by_name,
     shards_stay_shards,
     attaching_late,

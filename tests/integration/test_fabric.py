@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from lightning import Fabric
@@ -23,6 +24,7 @@ from air_lightning import (
     AirCheckpointIO,
     CheckpointMismatchError,
     InvalidArgumentError,
+    InvalidTypeError,
     export_checkpoint,
     find_latest_valid,
     list_checkpoints,
@@ -30,6 +32,7 @@ from air_lightning import (
 )
 from air_lightning.checkpoint.catalog import remove_checkpoint
 from air_lightning.checkpoint.inspection import inspect_checkpoint
+from air_lightning.integrations.fabric_state import progress
 from conftest import Volume
 from integration.fabric_checks import run_all
 from integration.fabric_loop import Loop, build, train
@@ -233,6 +236,46 @@ def test_trainer_and_fabric(tmp_path: Path) -> None:
         fit(trainer_with(), ckpt_path=str(tmp_path / "loop"))
 
 
+@pytest.mark.parametrize("number", [int, np.int64, np.uint8, np.array, torch.tensor])
+def test_the_step_may_be_of_any_whole_kind(tmp_path: Path, number: Any) -> None:
+    """Resume takes the newer of two steps, which count as NumPy and torch do, not the later."""
+    fabric, plugin = attached()
+    for name, key, step in (("a", "global_step", 200), ("b", "step", 100)):
+        fabric.save(tmp_path / name, {key: number(step), "other": True, "epoch": number(step)})
+    state = {"global_step": None}
+    assert plugin.resume(tmp_path, state) == str(tmp_path / "a")
+    assert state["global_step"] == 200
+    assert type(state["global_step"]) is type(number(1))
+    record = verify_checkpoint(tmp_path / "b")
+    assert (record.step, record.epoch) == (100, 100)
+
+
+@pytest.mark.parametrize("step", [True, np.True_, torch.tensor(True), 1.0, torch.tensor(1.0), "1"])
+def test_what_is_no_step(step: Any) -> None:
+    """Truth values, fractions and text are no steps; the next key is asked then."""
+    assert progress({"global_step": step, "step": np.int64(3), "epoch": step}) == (3, None)
+
+
+class Fields:
+    """Has no keys."""
+
+
+@pytest.mark.parametrize("state", [None, [1], "model", Fields(), torch.nn.Linear(1, 1)])
+def test_a_state_is_a_dict(tmp_path: Path, state: Any) -> None:
+    """Anything else is told by its kind, and nothing is saved, loaded or in the way of more."""
+    fabric, plugin = attached()
+    fabric.save(tmp_path / "good", {"step": 1})
+    told = f"The state is a {type(state).__name__}; a dict is wanted"
+    calls = [lambda: fabric.save(tmp_path / "c", state), lambda: plugin.resume(tmp_path, state)]
+    if not (state is None or isinstance(state, torch.nn.Module)):
+        calls.append(lambda: fabric.load(tmp_path / "good", state))
+    for call in calls:
+        with pytest.raises(InvalidTypeError, match=told):
+            call()
+    assert not (tmp_path / "c").exists()
+    assert fabric.load(tmp_path / "good") == {"step": 1}
+
+
 EXIT = """
 import sys, torch
 from lightning import Fabric
@@ -252,19 +295,24 @@ def test_exit_waits_for_the_last_save(tmp_path: Path) -> None:
 def test_the_loop_of_the_docs(
     volume: Volume, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The page's loop runs as it stands, and a second start resumes."""
+    """The page's loop runs as it stands; a second start resumes, and no validation is left out."""
     for name in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS"):
         monkeypatch.setenv(name, "0")  # the loop sets them: they are put back
     page = (Path(__file__).parents[2] / "docs/fabric.md").read_text()
     code = re.findall(r"```python\n(.*?)```", page, re.DOTALL)[0]
     for number in range(10):
         (volume.directory / f"{number}.txt").write_text("x" * number)
-    exec(compile(code, "fabric.md", "exec"), {"__name__": "__main__"})
+    whole: dict[str, Any] = {"__name__": "__main__"}
+    exec(compile(code, "fabric.md", "exec"), whole)
+    assert len(whole["state"]["losses"]) == 2
     assert "started fresh" in capsys.readouterr().out
     checkpoints = "/Volumes/main/default/checkpoints"
     assert sorted(r.step or 0 for r in list_checkpoints(checkpoints)) == [2, 4, 6, 8, 10]
     for step in (6, 8, 10):
         remove_checkpoint(f"{checkpoints}/step={step}")
-    exec(compile(code, "fabric.md", "exec"), {"__name__": "__main__"})
-    assert f"resumed from {checkpoints}/step=4" in capsys.readouterr().out
-    assert sorted(r.step or 0 for r in list_checkpoints(checkpoints)) == [2, 4, 6, 8, 10]
+    for step in (4, 10):  # before an epoch's end, and at it
+        resumed: dict[str, Any] = {"__name__": "__main__"}
+        exec(compile(code, "fabric.md", "exec"), resumed)
+        assert f"resumed from {checkpoints}/step={step}" in capsys.readouterr().out
+        assert resumed["state"]["losses"] == whole["state"]["losses"]
+        assert sorted(r.step or 0 for r in list_checkpoints(checkpoints)) == [2, 4, 6, 8, 10]

@@ -210,7 +210,7 @@ def by_fabric_run(job: Job) -> None:
     os.environ["PYTHONPATH"] = PACKAGES
     options = ["--accelerator=cpu", "--strategy=ddp", f"--devices={job.devices}"]
     options.append(f"--main-port={free_port()}")
-    cli._main(["run", *options, SCRIPT, job.as_json()], standalone_mode=False)
+    cli._main(["run", *options, SCRIPT, "--", job.as_json()], standalone_mode=False)
 
 
 def test_fabric_run(job: Job, numbers: str, tmp_path: Path) -> None:

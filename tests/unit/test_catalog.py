@@ -15,6 +15,7 @@ import torch.distributed.checkpoint as dcp
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from air_lightning import AirCheckpointIO, export_checkpoint
 from air_lightning.checkpoint import attempt
 from air_lightning.checkpoint.catalog import (
     CheckpointRecord,
@@ -25,7 +26,7 @@ from air_lightning.checkpoint.catalog import (
     verify_checkpoint,
 )
 from air_lightning.checkpoint.clone import clone
-from air_lightning.checkpoint.dcp import UCVolumeWriter
+from air_lightning.checkpoint.dcp import UCVolumeReader, UCVolumeWriter
 from air_lightning.checkpoint.manifest import (
     MANIFEST,
     METADATA,
@@ -310,9 +311,28 @@ def test_bad_roots_and_paths_are_errors_of_ours(tmp_path: Path) -> None:
         list_checkpoints(tmp_path / "file")
     with pytest.raises(InvalidPathError):
         find_latest_valid("/Volumes/a/b")
-    for path in (tmp_path, tmp_path / "missing", tmp_path / "file"):
-        with pytest.raises(CheckpointError, match="holds no checkpoint"):
+    for path in (tmp_path, tmp_path / "file"):
+        with pytest.raises(CheckpointError, match="holds no checkpoint; wanted"):
             verify_checkpoint(path)
+
+
+@pytest.mark.parametrize("parent", ["/Volumes/a/b/c", "memory://missing", "{}", "{}/file"])
+def test_a_path_that_does_not_exist_is_told_as_such(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, parent: str
+) -> None:
+    """Reading, verifying and exporting name a mistyped path as missing, not as a torn save."""
+    (tmp_path / "file").write_bytes(b"x")
+    monkeypatch.setenv("AIR_VOLUMES_ROOT", str(tmp_path))
+    path = f"{parent.format(tmp_path)}/step_1"
+    for read in (
+        verify_checkpoint,
+        lambda path: UCVolumeReader(path).read_metadata(),
+        lambda path: export_checkpoint(path, tmp_path / "o.ckpt"),
+        lambda path: AirCheckpointIO().load_checkpoint(path),
+    ):
+        with pytest.raises(CheckpointError) as caught:
+            read(path)
+        assert str(caught.value).startswith(f"{path} does not exist, so it holds no checkpoint.")
 
 
 @pytest.mark.parametrize("kind", ["volume", "memory"])

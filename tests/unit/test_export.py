@@ -33,7 +33,8 @@ from air_lightning import (
     UnsafeCheckpointError,
     export_checkpoint,
 )
-from air_lightning.checkpoint.planner import SerializedBlob, save
+from air_lightning.checkpoint.blobs import SerializedBlob
+from air_lightning.checkpoint.planner import save
 from air_lightning.checkpoint.state import to_entries
 from conftest import Volume
 from integration.training import assert_same

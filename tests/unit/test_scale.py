@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.tensor.debug import CommDebugMode
 
+from air_lightning.checkpoint.blobs import SerializedBlob
 from air_lightning.checkpoint.dcp import UCVolumeReader, UCVolumeWriter
-from air_lightning.checkpoint.planner import SavePlanner, SerializedBlob, save
+from air_lightning.checkpoint.planner import SavePlanner, save
 from air_lightning.checkpoint.sharing import (
     fingerprint,
     fingerprint_on_device,

@@ -6,7 +6,7 @@ import os
 
 import torch
 
-from air_lightning.checkpoint.planner import SerializedBlob
+from air_lightning.checkpoint.blobs import SerializedBlob
 from air_lightning.checkpoint.staging import Stager, is_dense
 
 

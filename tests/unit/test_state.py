@@ -12,10 +12,15 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from air_lightning.checkpoint import planner
+from air_lightning.checkpoint import blobs, planner
 from air_lightning.checkpoint.dcp import UCVolumeReader, UCVolumeWriter
 from air_lightning.checkpoint.export import export_checkpoint
-from air_lightning.checkpoint.state import optimizer_names, read_checkpoint, to_entries
+from air_lightning.checkpoint.state import (
+    optimizer_names,
+    read_checkpoint,
+    to_entries,
+    to_keyed_entries,
+)
 from air_lightning.errors import (
     CheckpointMismatchError,
     CorruptCheckpointError,
@@ -404,7 +409,7 @@ class Custom:
 
 def test_unsafe_objects_are_reported_at_the_save(tmp_path, caplog):
     """One warning at the save names the class and the remedy; reading is refused, or allowed."""
-    planner._warned.clear()
+    blobs._warned.clear()
     checkpoint = {"state_dict": {}, "callbacks": {"mine": Custom()}}
     with caplog.at_level(logging.WARNING, "air_lightning"):
         _save(tmp_path / "c", checkpoint)
@@ -413,6 +418,8 @@ def test_unsafe_objects_are_reported_at_the_save(tmp_path, caplog):
     assert len(warnings) == 1
     assert "Custom" in warnings[0]
     assert "add_safe_globals" in warnings[0]
+    assert "air.trainer holds objects (under 'callbacks') that" in warnings[0]
+    assert "or fit(..., weights_only=False), which" in warnings[0]
     with pytest.raises(UnsafeCheckpointError, match="Custom"):
         _read(tmp_path / "c", weights_only=None)
     assert isinstance(_read(tmp_path / "c", weights_only=False)[0]["callbacks"]["mine"], Custom)
@@ -420,9 +427,47 @@ def test_unsafe_objects_are_reported_at_the_save(tmp_path, caplog):
 
 def test_hyper_parameters_that_do_not_pickle_are_left_out(tmp_path, caplog):
     """As with Lightning's own file: the rest is saved, and a warning says why."""
-    _save(tmp_path / "c", {"epoch": 1, "state_dict": {}, "hyper_parameters": {"f": lambda: 0}})
-    assert _read(tmp_path / "c")[0] == {"epoch": 1, "state_dict": {}}
+    kept = {"epoch": 1, "pytorch-lightning_version": "2.6.0", "state_dict": {}}
+    _save(tmp_path / "c", {**kept, "hyper_parameters": {"f": lambda: 0}})
+    assert _read(tmp_path / "c")[0] == kept
     assert "hyper_parameters" in caplog.text
+
+
+def _keyed(state, rank_blob=None):
+    return to_keyed_entries(state, models=(), optimizers={}, rank=0, rank_blob=rank_blob or {})
+
+
+def test_no_key_of_a_loops_own_is_left_out(tmp_path, caplog):
+    """`hyper_parameters` of a Fabric loop that do not pickle fail the save, as any key's do."""
+    state = {"step": 1, "hyper_parameters": {"f": lambda: 0}}
+    told = "is under 'hyper_parameters' .* in the state given to fabric.save"
+    with pytest.raises(SaveFailedError, match=told):
+        raise _keyed(state)["air.trainer"].error
+    # Where the plugin was not attached, a loop that calls its weights so is taken for a Trainer.
+    with pytest.raises(SaveFailedError, match="is under 'hyper_parameters'"):
+        _save(tmp_path / "c", {**state, "state_dict": {}})
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("key", ["air.trainer", "air.rank.0"])
+def test_a_loop_is_told_of_unsafe_objects_by_its_own_keys(tmp_path, caplog, key):
+    """The warning names the keys, however deep below them the object is, and Fabric's remedy."""
+    blobs._warned.clear()
+    custom = Custom()
+    custom.itself = [custom, {Custom: collections.deque([{3: custom}])}]
+    ordered = collections.OrderedDict(a=torch.ones(2, device="meta"), b=(custom,))
+    state = {"step": 1, "array": np.ones(2), "config": ordered, "kind": Custom, "more": {1, 2}}
+    entries = _keyed(state) if key == "air.trainer" else _keyed({}, state)
+    writer = UCVolumeWriter(str(tmp_path / "c"))
+    planner.save(entries, writer, process_group=None, no_dist=True)
+    (told,) = [r.getMessage() for r in caplog.records if "weights_only" in r.getMessage()]
+    where = (
+        "The state given to fabric.save" if key == "air.trainer" else "The checkpoint entry " + key
+    )
+    assert told.startswith(f"{where} holds objects (under 'config', 'kind') that do not load")
+    assert "Custom" in told
+    assert "fabric.load(..., weights_only=False)" in told
+    assert "fit(" not in told
 
 
 def test_state_that_does_not_pickle_fails_the_save(tmp_path):

@@ -18,11 +18,12 @@ import contextlib
 import os
 from typing import Any
 
-from air_lightning.checkpoint.catalog import CheckpointRecord, remove_checkpoint, verify_checkpoint
+from air_lightning.checkpoint.catalog import remove_checkpoint
+from air_lightning.checkpoint.examine import CheckpointRecord, examine, look
 from air_lightning.checkpoint.manifest import is_ours
 from air_lightning.checkpoint.order import SUFFIX, as_published, both
 from air_lightning.checkpoint.search import each
-from air_lightning.errors import AirError, CheckpointError, SaveFailedError
+from air_lightning.errors import AirError, SaveFailedError
 from air_lightning.volumes import path as paths
 from air_lightning.volumes.storage import open_storage
 
@@ -103,7 +104,5 @@ def _complete_ones(path: str, options: dict[str, Any] | None) -> list[Checkpoint
 
 
 def _complete(path: str, options: dict[str, Any] | None) -> CheckpointRecord | None:
-    try:
-        return verify_checkpoint(path, storage_options=options)
-    except CheckpointError:
-        return None
+    record = examine(look(paths.normalize(path, allow_local=True), options))
+    return record if record is not None and record.valid else None

@@ -14,12 +14,18 @@ import logging
 import os
 from typing import Any
 
-from air_lightning.checkpoint.examine import CheckpointRecord, examine, examine_deep, look
+from air_lightning.checkpoint.examine import (
+    CheckpointRecord,
+    examine,
+    examine_deep,
+    look,
+    no_checkpoint,
+)
 from air_lightning.checkpoint.manifest import MANIFEST, METADATA, is_missing
 from air_lightning.checkpoint.order import newest_first
 from air_lightning.checkpoint.retention import condemned, is_link
 from air_lightning.checkpoint.search import Search, each
-from air_lightning.errors import CheckpointError, CorruptCheckpointError, InvalidArgumentError
+from air_lightning.errors import CorruptCheckpointError, InvalidArgumentError
 from air_lightning.volumes import path as paths
 from air_lightning.volumes.base import Entry
 from air_lightning.volumes.storage import open_storage
@@ -128,9 +134,10 @@ def verify_checkpoint(
     candidate = look(target, storage_options)
     record = examine(candidate)
     if record is None:
-        raise CheckpointError(
+        raise no_checkpoint(
+            candidate.storage,
             f"{target} holds no checkpoint; wanted a directory with {METADATA} and shard files. "
-            "list_checkpoints(root) and `air-lightning ls ROOT` show which there are."
+            "list_checkpoints(root) and `air-lightning ls ROOT` show which there are.",
         )
     if record.valid and deep:
         record = examine_deep(candidate, record)

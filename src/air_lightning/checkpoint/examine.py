@@ -21,7 +21,7 @@ from air_lightning.checkpoint.manifest import (
     read_manifest,
     step_in_name,
 )
-from air_lightning.errors import AirError, UnsafeCheckpointError
+from air_lightning.errors import AirError, CheckpointError, UnsafeCheckpointError
 from air_lightning.volumes.storage import FileInfo, Storage, open_storage
 
 _PIECE = 8 << 20
@@ -83,6 +83,25 @@ def look(path: str, options: dict[str, Any] | None) -> Candidate:
         size = None if marker is None else marker.size
         return Candidate(_unreadable(record, error), storage, None, size)
     return Candidate(_with_manifest(record, manifest), storage, manifest, marker.size)
+
+
+def no_checkpoint(storage: Storage, otherwise: str) -> CheckpointError:
+    """The error about a path without a marker: a mistyped one is told as such.
+
+    Args:
+        storage: Of the path.
+        otherwise: The message where something is there.
+    """
+    try:
+        is_there = storage.exists("")
+    except OSError:
+        is_there = True  # as far as is known
+    return CheckpointError(
+        otherwise
+        if is_there
+        else f"{storage.root} does not exist, so it holds no checkpoint. Is it spelled as when it "
+        "was saved? list_checkpoints(root) and `air-lightning ls ROOT` show which there are."
+    )
 
 
 def _names(storage: Storage, limit: int | None = None) -> list[str]:

@@ -8,13 +8,10 @@ every call, from the background thread.
 """
 
 import io
-import logging
 import os
 import pickle
-from dataclasses import dataclass
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
@@ -23,42 +20,15 @@ from torch.distributed.checkpoint.planner import ReadItem, SavePlan, WriteItem
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
-from torch.serialization import get_unsafe_globals_in_checkpoint
 
-from air_lightning.checkpoint.harmless import harmless_allowed, harmless_names
+from air_lightning.checkpoint.blobs import SerializedBlob, warn_of_unsafe
+from air_lightning.checkpoint.harmless import harmless_allowed
 from air_lightning.checkpoint.places import RESERVED
 from air_lightning.checkpoint.suspended import no_collections
 from air_lightning.checkpoint.unpickle import load_blob
 from air_lightning.errors import SaveFailedError
 
 _FLAT = (RESERVED.rstrip("."), "optimizer_states")
-_log = logging.getLogger("air_lightning")
-_warned: set[frozenset[str]] = set()
-
-
-@dataclass(frozen=True)
-class SerializedBlob:
-    """An object as ``torch.save`` wrote it; later changes to the object do not reach it.
-
-    Attributes:
-        data: The bytes of the file.
-        error: Why there are no bytes. It is raised when the save is planned, so that all ranks
-            learn of it; raised earlier, the other ranks would wait for this one until the timeout.
-    """
-
-    data: bytes
-    error: Exception | None = None
-
-    @classmethod
-    def of(cls, value: object) -> "SerializedBlob":
-        """Serialize ``value`` now.
-
-        Args:
-            value: What ``torch.save`` accepts.
-        """
-        buffer = io.BytesIO()
-        torch.save(value, buffer)
-        return cls(buffer.getvalue())
 
 
 class SavePlanner(DefaultSavePlanner):
@@ -96,7 +66,7 @@ class SavePlanner(DefaultSavePlanner):
     def transform_object(self, write_item: WriteItem, object: Any) -> Any:  # noqa: A002 (torch's name)
         """See the base class; a blob's bytes pass unchanged."""
         if isinstance(object, SerializedBlob):
-            _warn_of_unsafe_globals(write_item.index.fqn, object.data)
+            warn_of_unsafe(write_item.index.fqn, object)
             return io.BytesIO(object.data)
         return super().transform_object(write_item, object)
 
@@ -250,21 +220,3 @@ def first_failure(
 def _nested(key: str) -> tuple[str, ...]:
     head, dot, rest = key.partition(".")
     return (head, rest) if dot and head not in _FLAT else (key,)
-
-
-def _warn_of_unsafe_globals(key: str, data: bytes) -> None:
-    """Say at the save, not at the resume, that a blob will be refused by ``weights_only``.
-
-    Runs where blobs are written, in the background: scanning takes longer than serializing.
-    """
-    names = frozenset(get_unsafe_globals_in_checkpoint(io.BytesIO(data))) - harmless_names()
-    if not names or names in _warned:
-        return
-    _warned.add(names)
-    _log.warning(
-        "The checkpoint entry %s holds objects that do not load with weights_only=True: %s. "
-        "Resuming will need torch.serialization.add_safe_globals([...]) with these, or "
-        "fit(..., weights_only=False), which runs code of the checkpoint; or save plain values.",
-        key,
-        ", ".join(sorted(names)),
-    )

@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
 from air_lightning.checkpoint.delivery import REMEDY, Delivery
+from air_lightning.checkpoint.examine import no_checkpoint
 from air_lightning.checkpoint.inplace import InPlace
 from air_lightning.checkpoint.location import OnVolume, refuse_link_out, require_count
 from air_lightning.checkpoint.manifest import (
@@ -31,7 +32,7 @@ from air_lightning.checkpoint.manifest import (
 from air_lightning.checkpoint.shards import Countdown, Scratch, ViewStream, run_jobs
 from air_lightning.checkpoint.sweep import Piece, Slot, Span, Sweep, runs_of, slots_of, spans_of
 from air_lightning.checkpoint.unpickle import load_metadata
-from air_lightning.errors import CheckpointError, CorruptCheckpointError, UnsafeCheckpointError
+from air_lightning.errors import CorruptCheckpointError, UnsafeCheckpointError
 from air_lightning.volumes.base import RangeReader
 
 _log = logging.getLogger("air_lightning")
@@ -91,7 +92,8 @@ class UCVolumeReader(OnVolume, FileSystemReader):  # type: ignore[misc] # a Path
         """Read ``.metadata``.
 
         Raises:
-            CheckpointError: There is none: the save into this directory never completed.
+            CheckpointError: There is none: the save into this directory never completed, or there
+                is no such directory.
             CorruptCheckpointError: It is damaged.
             UnsafeCheckpointError: It names foreign globals, or files outside the directory.
         """
@@ -100,9 +102,10 @@ class UCVolumeReader(OnVolume, FileSystemReader):  # type: ignore[misc] # a Path
         except OSError as error:
             if not is_missing(error):
                 raise
-            raise CheckpointError(
+            raise no_checkpoint(
+                self._storage,
                 f"{self.path} is no checkpoint: it has no {METADATA}, which is written last, so "
-                f"the save into it never completed, or it was never one. {REMEDY}"
+                f"the save into it never completed, or it was never one. {REMEDY}",
             ) from error
         metadata = load_metadata(data, path=self._named(METADATA))
         refuse_foreign_files(metadata, self.path)

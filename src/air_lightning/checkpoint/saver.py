@@ -26,7 +26,8 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.storage import StorageWriter
 
-from air_lightning.checkpoint.planner import FailedWriter, SerializedBlob, first_failure
+from air_lightning.checkpoint.blobs import SerializedBlob
+from air_lightning.checkpoint.planner import FailedWriter, first_failure
 from air_lightning.checkpoint.planner import save as save_entries
 from air_lightning.checkpoint.sharing import own_share
 from air_lightning.checkpoint.staging import Stager

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
+from air_lightning.checkpoint.blobs import SerializedBlob, serialize
 from air_lightning.checkpoint.names import clean
 from air_lightning.checkpoint.places import (
     RESERVED,
@@ -35,16 +36,11 @@ from air_lightning.checkpoint.places import (
     pack,
     rank_key,
 )
-from air_lightning.checkpoint.planner import LoadPlanner, SavePlanner, SerializedBlob
 from air_lightning.checkpoint.restore import read_checkpoint
 from air_lightning.checkpoint.sharing import Alike
 from air_lightning.checkpoint.staging import is_dense
-from air_lightning.errors import SaveFailedError
 
 __all__ = [
-    "LoadPlanner",
-    "SavePlanner",
-    "SerializedBlob",
     "read_checkpoint",
     "to_entries",
     "to_keyed_entries",
@@ -75,6 +71,7 @@ _DTYPES = frozenset(
 )
 # Packed together; torch.stack takes them all, and Adam's steps are among them.
 _SCALARS = (torch.float32, torch.float64, torch.int64)
+_TRAINERS_OWN = "pytorch-lightning_version"  # every Trainer's checkpoint has this key
 _log = logging.getLogger("air_lightning")
 
 
@@ -193,7 +190,9 @@ def _complete(
         for key in entries.unshared:
             del entries[key]
         entries.unshared.clear()
-    entries[rank_key(rank)] = _serialize(rank_key(rank), dict(rank_blob), rank_blob)
+    entries[rank_key(rank)] = serialize(
+        rank_key(rank), dict(rank_blob), rank_blob, is_fabrics="models" in more
+    )
     return entries
 
 
@@ -337,35 +336,14 @@ def _trainer_blob(rest: dict[str, Any], taker: "_Taker", more: Mapping[str, Any]
         "places": pack(taker.places),
         "scalars": [(torch.stack(v), pack(paths)) for v, paths in taker.scalars.values()],
     }
-    blob = _serialize(TRAINER_KEY, content, rest)
-    if blob.error is None or "hyper_parameters" not in rest:
+    is_fabrics = "models" in more
+    blob = serialize(TRAINER_KEY, content, rest, is_fabrics=is_fabrics)
+    # Of a Fabric loop's keys none is special: left out, it would be missed at the load.
+    if blob.error is None or is_fabrics or not {"hyper_parameters", _TRAINERS_OWN} <= rest.keys():
         return blob
     # Lightning's own file checkpoint drops hyper-parameters that do not pickle, and goes on.
     content["checkpoint"] = {k: v for k, v in rest.items() if k != "hyper_parameters"}
-    without = _serialize(TRAINER_KEY, content, content["checkpoint"])
+    without = serialize(TRAINER_KEY, content, content["checkpoint"], is_fabrics=False)
     if without.error is None:
         _log.warning("`hyper_parameters` is left out of the checkpoint: %s", blob.error.__cause__)
     return without
-
-
-def _serialize(key: str, value: dict[str, Any], parts: Mapping[Any, Any]) -> SerializedBlob:
-    try:
-        return SerializedBlob.of(value)
-    except Exception as cause:  # noqa: BLE001 - pickling runs the user's code
-        names = ", ".join(repr(name) for name, part in parts.items() if not _pickles(part))
-        error = SaveFailedError(
-            f"The part {key} of the checkpoint cannot be pickled: {cause}. Plain values and "
-            f"tensors are wanted; look at what is under {names or 'its keys'} (lambdas, locks and "
-            "open files do not work): in the state given to fabric.save, or from "
-            "on_save_checkpoint, state_dict of callbacks and hyper-parameters."
-        )
-        error.__cause__ = cause
-        return SerializedBlob(b"", error)
-
-
-def _pickles(value: Any) -> bool:
-    try:
-        SerializedBlob.of({"value": value})
-    except Exception:  # noqa: BLE001 - see above
-        return False
-    return True

@@ -103,7 +103,8 @@ class AirCheckpointIO(Saves, CheckpointIO):
         """Save and restore these loaders in a Fabric loop without their being in its state.
 
         Args:
-            **loaders: By the name under which each is saved; wrapped by Fabric or not.
+            **loaders: By the name under which each is saved; wrapped by Fabric or not. Objects
+                with a state of each rank's own are as welcome: each rank gets its own back.
 
         Raises:
             InvalidArgumentError: One has no ``state_dict`` and ``load_state_dict``.

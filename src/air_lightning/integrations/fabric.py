@@ -4,9 +4,9 @@ Fabric asks a CheckpointIO on rank 0 alone, and under its sharded strategies nev
 here is bound on the *instance* of one strategy; Fabric's own methods stay as they are::
 
     fabric.save(path, state)  -> strategy.save_checkpoint        every rank
-        all ranks are here; the save before is published, or its error raised; rank 0's choice of
-        the directory; the state (fabric_state.py) and this rank's position (fabric_position.py)
-        become entries, which are staged; the rest is in the background
+        all ranks are here; the save before is published, or its error raised; the state
+        (fabric_state.py) and this rank's position (fabric_position.py) become entries; rank 0's
+        choice of the directory; they are staged; the rest is in the background
     fabric.load(path, state)  -> strategy.load_checkpoint        every rank
         where the checkpoint is now; what it is of is compared with the state; each rank reads what
         it holds; all or none of the ranks go on; loaders, and generators last
@@ -52,6 +52,7 @@ from air_lightning.errors import (
 from air_lightning.integrations import fabric_position, files
 from air_lightning.integrations.checkpoint_io import AirCheckpointIO
 from air_lightning.integrations.entrance import Entrance
+from air_lightning.integrations.fabric_require import require_state
 from air_lightning.integrations.fabric_state import Filters, Sorted, State, note_reduced, progress
 from air_lightning.integrations.located import Located, locate
 from air_lightning.integrations.strategies import data_share
@@ -158,23 +159,17 @@ class FabricBinding:
         self._entrance.enter()
         self.io.connect()
         self.io.wait()
+        # Asked for a state, a loader or a callable of the user's may raise on one rank alone; and
+        # what cannot be saved is to leave no directory.
+        entries, told = together(
+            lambda: self._entries(state, filter or {}), f"Saving {path}", self.io.group
+        )
         # Whether a complete checkpoint is in the way must look the same to all.
         target = self._agree(lambda: self.io.choose_target(path))
-        step, epoch = progress(state)
-        # Asked for a state, a loader or a callable of the user's may raise on one rank alone.
-        entries, weights_only = together(
-            lambda: self._entries(state, filter or {}), f"Saving {target}", self.io.group
-        )
-        self.io.save_entries(
-            entries,
-            target,
-            step=step,
-            epoch=epoch,
-            weights_only=weights_only,
-            storage_options=storage_options,
-        )
+        self.io.save_entries(entries, target, **told, storage_options=storage_options)
 
-    def _entries(self, state: State, filters: Filters) -> tuple[Entries, bool]:
+    def _entries(self, state: State, filters: Filters) -> tuple[Entries, dict[str, Any]]:
+        """This rank's entries, and what the manifest tells of them."""
         values = Sorted(self._strategy, state)
         collected = values.collect(filters)
         loaders = {**self.io.registered, **values.loaders}
@@ -186,7 +181,8 @@ class FabricBinding:
             rank_blob=fabric_position.blob_of(loaders),
             alike=collected.alike,
         )
-        return entries, not values.optimizers
+        step, epoch = progress(state)
+        return entries, {"step": step, "epoch": epoch, "weights_only": not values.optimizers}
 
     def load_checkpoint(
         self, path: Any, state: Any = None, strict: bool = True, weights_only: bool | None = None
@@ -206,13 +202,13 @@ class FabricBinding:
             return {}
         if is_lightnings:
             return self._load_lightnings(located, state, strict, weights_only)
-        return self._load(located, state or {}, strict, weights_only)
+        return self._load(located, {} if state is None else state, strict, weights_only)
 
     def _load(
         self, located: Located, state: State, strict: bool, weights_only: bool | None
     ) -> State:
         target = located.target
-        values = Sorted(self._strategy, state)
+        values = together(lambda: Sorted(self._strategy, state), f"Loading {target}", self.io.group)
         live = values.live()
 
         def read() -> Stored:
@@ -306,9 +302,10 @@ class FabricBinding:
         self, root: Any, state: State, *, strict: bool, weights_only: bool | None
     ) -> str | None:
         """Load the newest valid checkpoint below a root, as rank 0 finds it."""
-        with_moments = any(isinstance(value, torch.optim.Optimizer) for value in state.values())
         self.io.connect()
         self.io.wait()
+        together(lambda: require_state(state), f"Resuming from {root}", self.io.group)
+        with_moments = any(isinstance(value, torch.optim.Optimizer) for value in state.values())
 
         def newest() -> tuple[str | None]:
             found = find_latest_valid(

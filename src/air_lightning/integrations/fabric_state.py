@@ -11,7 +11,8 @@ Names of parameters have the key of their module before them, as a state may hol
 """
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+import operator
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -23,8 +24,15 @@ from air_lightning.checkpoint.names import clean, renamed
 from air_lightning.checkpoint.restore import Stored
 from air_lightning.checkpoint.sharding import fitted
 from air_lightning.checkpoint.state import optimizer_names
-from air_lightning.errors import CheckpointMismatchError, InvalidArgumentError
+from air_lightning.errors import CheckpointMismatchError
 from air_lightning.integrations.fabric_position import is_loader, require_loader
+from air_lightning.integrations.fabric_require import (
+    no_such_key,
+    require_dict,
+    require_groups,
+    require_savable,
+    require_state,
+)
 from air_lightning.integrations.strategies import load_moments, load_weights, reduced
 
 _log = logging.getLogger("air_lightning")
@@ -52,14 +60,16 @@ class Sorted:
         state: What ``fabric.save`` or ``fabric.load`` was given, unwrapped.
 
     Raises:
+        InvalidTypeError: It is no dict.
         InvalidArgumentError: A value cannot be saved, or not where it is.
     """
 
     def __init__(self, strategy: Any, state: Mapping[Any, Any]) -> None:
+        require_state(state)
         self._strategy = strategy
         self.state = state
         for key, value in state.items():
-            _require_savable(key, value)
+            require_savable(key, value)
         self.modules = _of(state, torch.nn.Module)
         self.optimizers = _of(state, torch.optim.Optimizer)
         self.loaders = {k: require_loader(k, v) for k, v in state.items() if is_loader(v)}
@@ -118,15 +128,15 @@ class Sorted:
                 continue
             if key not in stored.checkpoint:
                 if strict:
-                    raise _no_such_key(key, stored)
+                    raise no_such_key(key, stored)
             elif key in self.modules:
                 prefix = f"{key}."
                 wanted = {k[len(prefix) :]: v for k, v in live.items() if k.startswith(prefix)}
-                _require_dict(key, stored, "a module's weights")
+                require_dict(key, stored, "a module's weights")
                 stored.compare(key, wanted, strict=strict)
             elif key in self.optimizers:
-                _require_dict(key, stored, "an optimizer's state")
-                _require_groups(self.optimizers[key], stored, key)
+                require_dict(key, stored, "an optimizer's state")
+                require_groups(self.optimizers[key], stored, key)
 
     def put(self, checkpoint: State, *, strict: bool) -> None:
         """Give modules and optimizers their state, which leaves ``checkpoint``."""
@@ -235,9 +245,19 @@ def note_reduced(module: Any) -> None:
 
 def progress(state: Mapping[Any, Any]) -> tuple[int | None, int | None]:
     """The step and the epoch that a state tells: of ``global_step``, else ``step``; ``epoch``."""
-    step = state.get("global_step", state.get("step"))
-    epoch = state.get("epoch")
-    return step if type(step) is int else None, epoch if type(epoch) is int else None
+    steps = (_whole(state.get(key)) for key in ("global_step", "step"))
+    return next((step for step in steps if step is not None), None), _whole(state.get("epoch"))
+
+
+def _whole(value: Any) -> int | None:
+    """A whole number as an int: of NumPy's and torch's too, which loops count with; no bool."""
+    # Both have an __index__ for their truth values, or had one.
+    if isinstance(value, bool) or str(getattr(value, "dtype", "")).endswith("bool"):
+        return None
+    try:
+        return operator.index(value)
+    except (TypeError, ValueError, RuntimeError):  # the last of tensors without storage
+        return None
 
 
 _told: set[bool] = set()
@@ -273,57 +293,3 @@ def _keep(target: State, key: Any, value: Any, wanted: Callable[[str, Any], bool
     left = {name: item for name, item in value.items() if wanted(name, item)}
     if left:
         target[key] = left
-
-
-def _require_savable(key: Any, value: Any) -> None:
-    if not isinstance(key, str) or key == "air" or key.startswith("air."):
-        raise InvalidArgumentError(
-            f"The state has the key {key!r}; text is wanted that is not 'air' and does not begin "
-            "with 'air.', which this package uses itself."
-        )
-    for inner in _nested(value):
-        if isinstance(inner, torch.nn.Module | torch.optim.Optimizer) or is_loader(inner):
-            raise InvalidArgumentError(
-                f"The state has a {type(inner).__name__} within the {type(value).__name__} under "
-                f"{key!r}. Its state dict is taken only where it is a value of the state itself: "
-                "give it a key of its own."
-            )
-
-
-def _nested(value: Any) -> Iterator[Any]:
-    if isinstance(value, Mapping):
-        items: Any = value.values()
-    elif isinstance(value, list | tuple | set):
-        items = value
-    else:
-        return
-    for item in items:
-        yield item
-        yield from _nested(item)
-
-
-def _no_such_key(key: Any, stored: Stored) -> CheckpointMismatchError:
-    there = ", ".join(repr(known) for known in stored.checkpoint)
-    return CheckpointMismatchError(
-        f"{stored.where} has nothing under {key!r}, which the state wants; it has {there}. Name "
-        "the state's keys as when it was saved, or load with strict=False to leave out what is "
-        "missing."
-    )
-
-
-def _require_dict(key: Any, stored: Stored, what: str) -> None:
-    if not isinstance(stored.checkpoint[key], Mapping):
-        raise CheckpointMismatchError(
-            f"{stored.where} has a {type(stored.checkpoint[key]).__name__} under {key!r}, where "
-            f"{what} is wanted. Name the state's keys as when it was saved."
-        )
-
-
-def _require_groups(optimizer: torch.optim.Optimizer, stored: Stored, key: Any) -> None:
-    saved = [len(group["params"]) for group in stored.checkpoint[key].get("param_groups", ())]
-    here = [len(group["params"]) for group in optimizer.param_groups]
-    if saved != here:
-        raise CheckpointMismatchError(
-            f"{stored.where} has under {key!r} the state of an optimizer with {saved} parameters "
-            f"per group; this one has {here}. Make the optimizer as when it was saved."
-        )

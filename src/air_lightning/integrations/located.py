@@ -49,7 +49,11 @@ def _is_file(target: str, options: dict[str, Any] | None) -> bool:
         return os.path.isfile(local)
     parent = open_storage(volume_path.parent(target), allow_local=True, storage_options=options)
     name = volume_path.name(target)
-    return any(not entry.is_dir and entry.name == name for entry in parent.list_dir())
+    try:
+        entries = parent.list_dir()
+    except FileNotFoundError:
+        return False  # whoever reads the path says that it does not exist
+    return any(not entry.is_dir and entry.name == name for entry in entries)
 
 
 def _is_sharded(target: str) -> bool:
