@@ -94,6 +94,8 @@ class Binding:
         strategy: Any = trainer.strategy
         self._state = state_of(strategy)
         self.weights_only: bool | None = None
+        self.asked: Any = None  # the ckpt_path that the call under way was given
+        self.resume: Callable[[Any, Any], Any] | None = None  # AirResume's choice, of all ranks
         self.io: AirCheckpointIO = strategy.checkpoint_io
         self._trainer: Any = trainer
         self._strategy = strategy
