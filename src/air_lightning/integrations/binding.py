@@ -162,14 +162,17 @@ class Binding:
         self.notices.give()
         # The name may hold a metric that differs in the last digit, or a time; and whether a
         # complete checkpoint is in the way must look the same to all.
-        target = self._agree(lambda: self.io.choose_target(filepath))
+        buffers = self._restorer.buffers
+        target, first = self._agree(
+            lambda: (self.io.choose_target(filepath), buffers.prints(checkpoint))
+        )
         self.io.save_on_all_ranks(
             checkpoint,
             target,
             optimizer_names=self._state.optimizer_names(
                 len(checkpoint.get("optimizer_states", ()))
             ),
-            rank_blob=self._restorer.position(),
+            rank_blob={**self._restorer.position(), **buffers.capture(checkpoint, first)},
             alike=self._state.alike,
             storage_options=storage_options,
         )
