@@ -2,7 +2,7 @@
 
     fit -> _restore_modules_and_callbacks -> resume_start(path)       every rank, group is up
       path given          it wins
-      path None, or last  rank 0 looks for the newest valid one and tells the others
+      path None, "last"   rank 0 looks for the newest valid one and tells the others
       -> strategy.load_checkpoint (attach.py): the checkpoint, and this rank's own position
       -> position.Restorer: loaders before ``iter()``, generators after the first fetch
 
@@ -40,12 +40,13 @@ _VERSIONED = re.compile(r"/version_\d+(/|$)")
 class AirResume(AirAttach):
     """Resumes ``trainer.fit`` from the newest valid checkpoint; starts fresh when there is none.
 
-    A checkpoint is valid when its ``.metadata`` is there and its files have their recorded sizes.
+    A checkpoint is valid when its ``.metadata`` is what was written and its files have their recorded
+    sizes.
     Lightning's own, single files and sharded directories, count too, and the latest step wins.
     Restores weights, optimizers and loops as Lightning does, and for each rank its loader position
     and random generators, so that the run goes on with the batch that would have come next.
 
-    An explicit ``fit(ckpt_path=...)`` wins. ``ckpt_path="last"`` means the newest valid one. Only
+    An explicit path as ``fit(ckpt_path=...)`` wins. ``"last"`` means the newest valid one. Only
     a Trainer that has not trained yet resumes: a second ``fit`` goes on from memory.
 
     Args:
