@@ -1,9 +1,10 @@
 """Which directories under a root are whole checkpoints, and which is newest; no torch.
 
 A directory counts when it has ``.metadata``, written last, and every file that its manifest lists
-at the size listed; of the one that is chosen, ``.metadata`` is read as well. Plain DCP directories have no manifest: there ``.metadata`` and at least one
-shard must be, and ``verify_checkpoint(deep=True)`` does the rest. What cannot be read is invalid,
-with a reason, and never an exception: one bad directory must not stop a resume.
+at the size listed; of the one that is chosen, ``.metadata`` is read as well. Plain DCP directories
+have no manifest: there ``.metadata`` and at least one shard must be, and
+``verify_checkpoint(deep=True)`` does the rest. What cannot be read is invalid, with a reason, and
+never an exception: one bad directory must not stop a resume.
 
 Newest means the highest global step recorded in the manifest, else in the directory's name. Times
 of modification only break ties; on object stores they mean little. Of two saves of one path, the

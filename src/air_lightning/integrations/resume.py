@@ -40,9 +40,9 @@ _VERSIONED = re.compile(r"/version_\d+(/|$)")
 class AirResume(AirAttach):
     """Resumes ``trainer.fit`` from the newest valid checkpoint; starts fresh when there is none.
 
-    A checkpoint is valid when its ``.metadata`` is what was written and its files have their recorded
-    sizes.
-    Lightning's own, single files and sharded directories, count too, and the latest step wins.
+    A checkpoint is valid when its ``.metadata`` is what was written, and its files have their
+    recorded sizes. Lightning's own, single files and sharded directories, count too, and the latest
+    step wins.
     Restores weights, optimizers and loops as Lightning does, and for each rank its loader position
     and random generators, so that the run goes on with the batch that would have come next.
 
