@@ -200,6 +200,80 @@ def test_test_and_best_read_what_was_saved(tmp_path: Path) -> None:
     assert result["weight"] == pytest.approx(trained, rel=1e-6)
 
 
+class Weighed(Model):
+    """Reports the weights that are there."""
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        """Their sum."""
+        self.log("weight", self.layers[0].weight.double().sum())
+
+    validation_step = test_step
+
+
+@pytest.mark.parametrize("stage", ["validate", "test"])
+def test_last_is_the_newest_valid_one_of_that_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: str
+) -> None:
+    """On a volume that a directory stands in for, and where a later last one is torn.
+
+    Without any, Lightning's warning stands; where all are torn, nothing is evaluated.
+    """
+    monkeypatch.setenv("AIR_VOLUMES_ROOT", str(tmp_path))
+    root, here = "/Volumes/c/s/v/run", tmp_path / "c/s/v/run"
+    loader = TorchDataLoader(Samples(), batch_size=2)
+
+    def weight() -> float:
+        trainer = trainer_with(saving(root))
+        (seen,) = getattr(trainer, stage)(Weighed(), loader, ckpt_path="last", verbose=False)
+        return float(seen["weight"])
+
+    with pytest.warns(UserWarning, match="no last checkpoint available"):
+        weight()
+    fit(trainer_with(saving(root, filename="{step}")))
+    fit(trainer_with(saving(root, save_last=True, save_top_k=0)))
+    shutil.copytree(here / "last.ckpt", here / "last-v1.ckpt")
+    os.remove(here / "last-v1.ckpt/.metadata")
+    shutil.copytree(here / "step=2.ckpt", here / "last-v2.ckpt")
+    wanted, _ = AirCheckpointIO().read(str(here / "last.ckpt"), None)
+    assert weight() == wanted["state_dict"]["layers.0.weight"].double().sum().item()
+    shutil.rmtree(here / "last-v2.ckpt")
+    os.remove(here / "last.ckpt/.metadata")
+    with pytest.raises(CheckpointError, match="none of .*last.ckpt.* is a valid checkpoint"):
+        weight()
+
+
+def test_fit_goes_on_from_the_last_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without AirResume, "last" is no later one of another name; with it, a path given wins."""
+    monkeypatch.setenv("AIR_VOLUMES_ROOT", str(tmp_path))
+    root, here = "/Volumes/c/s/v/run", tmp_path / "c/s/v/run"
+    fit(trainer_with(saving(root, filename="{step}")))
+    os.rename(here / "step=2.ckpt", here / "last.ckpt")
+    seen: list[int] = []
+
+    class Start(Callback):
+        def on_train_start(self, trainer: Any, module: Any) -> None:
+            seen.append(trainer.global_step)
+
+    fit(trainer_with(saving(root), Start()), ckpt_path="last")
+    fit(trainer_with(AirResume(), saving(root), Start()), ckpt_path=f"{root}/last.ckpt")
+    assert seen == [2, 2]
+
+
+def test_garbage_of_the_right_size_is_passed_over(tmp_path: Path) -> None:
+    """AirResume goes on from the checkpoint before one whose .metadata was overwritten."""
+    fit(trainer_with(saving(tmp_path, filename="{step}")))
+    marker = tmp_path / "step=4.ckpt/.metadata"
+    marker.write_bytes(b"x" * marker.stat().st_size)
+    seen: list[int] = []
+
+    class Start(Callback):
+        def on_train_start(self, trainer: Any, module: Any) -> None:
+            seen.append(trainer.global_step)
+
+    fit(trainer_with(AirResume(), saving(tmp_path), Start()))
+    assert seen == [2]
+
+
 def test_lightnings_own_file_resumes(tmp_path: Path) -> None:
     """A single file that Lightning's default IO wrote is resumed from as before."""
     fit(trainer_with(saving(tmp_path / "file"), plugins=[]))

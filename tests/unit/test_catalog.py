@@ -188,6 +188,11 @@ def short_marker(path: str) -> None:
     os.truncate(f"{path}/{METADATA}", 10)
 
 
+def empty_marker(path: str) -> None:
+    """The marker has no byte."""
+    os.truncate(f"{path}/{METADATA}", 0)
+
+
 def garbage_manifest(path: str) -> None:
     """The manifest is no JSON."""
     Path(path, MANIFEST).write_bytes(b"\xff{")
@@ -209,6 +214,7 @@ DAMAGES = [
     (missing_shard, "__0_1.distcp is missing"),
     (short_shard, "__0_0.distcp has 10 bytes"),
     (short_marker, ".metadata has 10 bytes"),
+    (empty_marker, ".metadata has 0 bytes"),
     (garbage_manifest, "no checkpoint manifest"),
     (later_manifest, "Upgrade"),
     (manifest_is_a_directory, "cannot be read"),
@@ -238,6 +244,31 @@ def test_a_torn_newest_is_passed_over_with_its_reason(
         verify_checkpoint(torn)
     assert torn in str(caught.value)
     assert reason in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", ["ours", "plain"])
+def test_a_marker_of_garbage_is_passed_over(
+    tmp_path: Path, kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of the right size, too: the search reads the marker of the one that it chooses."""
+    build = make if kind == "ours" else make_plain
+    sound, torn = build(tmp_path, "step_1"), build(tmp_path, "step_2")
+    marker = Path(torn, METADATA)
+    marker.write_bytes(os.urandom(marker.stat().st_size - 1) + b"!")
+    assert find_latest_valid(tmp_path) == sound
+    assert f"{torn}: its {METADATA} is not what was written." in caplog.text
+
+
+def test_a_warning_is_one_sentence(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """It says why a checkpoint is passed over, and gives no advice that was taken already."""
+    make(tmp_path, "step_1")
+    garbage_manifest(make(tmp_path, "step_2"))
+    later_manifest(make(tmp_path, "step_3"))
+    find_latest_valid(tmp_path)
+    warnings = [r.getMessage() for r in caplog.records if r.name == "air_lightning"]
+    assert len(warnings) == 2
+    assert all(text.endswith(".") and not text.endswith("..") for text in warnings)
+    assert not any("find_latest_valid" in text for text in warnings)
 
 
 @pytest.mark.parametrize("empty", ["marker", "shards"])

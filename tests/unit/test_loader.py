@@ -8,6 +8,7 @@ import os
 import pickle
 import random
 import signal
+import threading
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -18,6 +19,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from lightning.fabric.utilities import data as fabric_data
+from torch.utils.data import DataLoader as TorchLoader
 from torch.utils.data import IterableDataset, TensorDataset, get_worker_info
 from torch.utils.data._utils.pin_memory import pin_memory
 
@@ -332,6 +334,36 @@ def test_a_killed_worker_is_torchs_error_and_the_next_pass_has_new_workers():
     with pytest.raises(WorkerDiedError, match=r"pid \d+, signal 9"):
         list(iterator)
     assert sum(len(batch) for batch in loader) == 600
+
+
+def kill_in_a_step(worker: Any) -> None:
+    """Kill a worker, and be in no loader until the signal of its death comes."""
+    os.kill(worker.pid, signal.SIGKILL)
+    threading.Event().wait(30)
+
+
+def test_a_worker_killed_during_a_step_is_told_in_our_words():
+    """The error comes out of the step, where torch raises its own; the loader is fit for use."""
+    loader = loader_of(Numbers(600), num_workers=1, prefetch_factor=1)
+    iterator = iter(loader)
+    next(iterator)
+    with pytest.raises(WorkerDiedError, match=r"epoch 0, after 1 batches: .*signal 9") as caught:
+        kill_in_a_step(loader._iterator._workers[0])
+    assert "is killed by signal" in str(caught.value.__cause__)
+    assert sum(len(batch) for batch in loader) == 600
+    loader._drop_pool()
+
+
+def test_a_worker_of_another_loader_is_torchs_to_tell():
+    """A worker of torch's own loader that is killed is torch's error, as without ours."""
+    ours, theirs = loader_of(Numbers(600), num_workers=1), TorchLoader(Numbers(60), num_workers=1)
+    iterators = [iter(ours), iter(theirs)]
+    next(iterators[0])
+    with pytest.raises(RuntimeError, match="is killed by signal") as caught:
+        kill_in_a_step(iterators[1]._workers[0])
+    assert not isinstance(caught.value, WorkerDiedError)
+    ours._drop_pool()
+    iterators[1]._shutdown_workers()
 
 
 @pytest.mark.parametrize("workers", [0, 2])

@@ -1,9 +1,10 @@
 """Which directories under a root are whole checkpoints, and which is newest; no torch.
 
 A directory counts when it has ``.metadata``, written last, and every file that its manifest lists
-at the size listed. Plain DCP directories have no manifest: there ``.metadata`` and at least one
-shard must be, and ``verify_checkpoint(deep=True)`` does the rest. What cannot be read is invalid,
-with a reason, and never an exception: one bad directory must not stop a resume.
+at the size listed; of the one that is chosen, ``.metadata`` is read as well. Plain DCP directories
+have no manifest: there ``.metadata`` and at least one shard must be, and
+``verify_checkpoint(deep=True)`` does the rest. What cannot be read is invalid, with a reason, and
+never an exception: one bad directory must not stop a resume.
 
 Newest means the highest global step recorded in the manifest, else in the directory's name. Times
 of modification only break ties; on object stores they mean little. Of two saves of one path, the
@@ -95,15 +96,28 @@ def newest_valid(
     resumable: bool = False,
     storage_options: dict[str, Any] | None = None,
     listed: list[Entry] | None = None,
+    begin: tuple[str, ...] = ("",),
 ) -> CheckpointRecord | None:
-    """As :func:`find_latest_valid`, and return its record; ``listed`` as of ``list_root``."""
+    """As :func:`find_latest_valid`, and return its record.
+
+    Args:
+        root: As there.
+        resumable: As there.
+        storage_options: As there.
+        listed: What ``list_root`` returned a moment ago.
+        begin: The name must begin with one of these.
+    """
     told: set[str] = set()
     before: tuple[list[str], list[CheckpointRecord]] | None = None
     while True:
         # Between listing and looking, a running job may publish a checkpoint and delete the one
         # before it: neither is then found whole, though one was at every moment. So look again,
         # until nothing changes.
-        children = _children(root, storage_options, listed)
+        children = [
+            child
+            for child in _children(root, storage_options, listed)
+            if paths.name(child).startswith(begin)
+        ]
         listed = None
         found, passed = Search(children, storage_options, resumable=resumable).run()
         for record in passed:

@@ -18,6 +18,7 @@ from air_lightning.checkpoint.manifest import (
     Manifest,
     is_missing,
     is_ours,
+    problem,
     read_manifest,
     step_in_name,
 )
@@ -123,7 +124,7 @@ def _with_manifest(record: CheckpointRecord, manifest: Manifest | None) -> Check
 
 
 def _unreadable(record: CheckpointRecord, error: Exception) -> CheckpointRecord:
-    return replace(record, valid=False, reason=f"it cannot be read: {error}")
+    return replace(record, valid=False, reason=f"it cannot be read: {problem(error)}")
 
 
 def examine(candidate: Candidate) -> CheckpointRecord | None:
@@ -173,6 +174,28 @@ def _wrong_size(manifest: Manifest | None, sizes: dict[str, int]) -> str | None:
         if sizes[name] != wanted.size:
             return f"{name} has {sizes[name]} bytes; wanted {wanted.size}"
     return None
+
+
+def examine_marker(candidate: Candidate, record: CheckpointRecord) -> CheckpointRecord:
+    """Judge a candidate by its marker's contents, too; ``record`` is what ``examine`` said.
+
+    Without a sound one nothing can be loaded, and a run that chose it would end there.
+    """
+    manifest = candidate.manifest
+    wanted = None if manifest is None else manifest.files.get(METADATA)
+    told = None if wanted is None else wanted.checksum
+    if manifest is not None and (told is None or not told.startswith(f"{Checksum.algorithm}:")):
+        return record
+    try:
+        data = candidate.storage.read_bytes(METADATA)
+    except (OSError, AirError) as error:
+        return _unreadable(record, error)
+    checksum = Checksum()
+    checksum.update(data)
+    is_pickle = data[:1] == b"\x80" and data[-1:] == b"."
+    if is_pickle if told is None else told == str(checksum):
+        return record
+    return replace(record, valid=False, reason=f"its {METADATA} is not what was written")
 
 
 def examine_deep(candidate: Candidate, record: CheckpointRecord) -> CheckpointRecord:

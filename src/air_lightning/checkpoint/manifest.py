@@ -22,6 +22,7 @@ METADATA = ".metadata"
 MANIFEST = "air_manifest.json"
 FORMAT_VERSION = 1
 SHARD_SUFFIX = ".distcp"
+_REMEDY = " Resume from another checkpoint: find_latest_valid(root) names the newest sound one."
 
 _FINAL = r"(?:__\d+_\d+\.distcp|(?:__\d+)?\.metadata(?:\.tmp)?|air_manifest\.json)"
 _OF_A_SAVE = re.compile(rf"{_FINAL}|\.{_FINAL}\..+\.tmp")  # storage's temporary name, too
@@ -210,8 +211,12 @@ def _count_or_none(value: Any) -> int | None:
     return None if value is None else _count(value)
 
 
-def _not_manifest(path: str, size: int, problem: str) -> CorruptCheckpointError:
+def _not_manifest(path: str, size: int, found: str) -> CorruptCheckpointError:
     return CorruptCheckpointError(
-        f"{path} ({size} bytes) is no checkpoint manifest: {problem}. Resume from another "
-        "checkpoint: find_latest_valid(root) names the newest sound one."
+        f"{path} ({size} bytes) is no checkpoint manifest: {found}.{_REMEDY}"
     )
+
+
+def problem(error: Exception) -> str:
+    """What an error says, for the middle of a sentence: without the remedy, which follows there."""
+    return str(error).removesuffix(_REMEDY).rstrip(".")

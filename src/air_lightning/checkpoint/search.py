@@ -7,7 +7,7 @@ recorded step, which takes a look; but most names tell it too. So, in order::
                its ``.alt`` are one name
     look       at all of small families and all names without a number; at a sample of large ones
     doubt      where one of a family recorded another step than its name tells: look at them all
-    examine    the files, from the newest on, until one is whole
+    examine    the files, from the newest on, until one is whole, and its marker no garbage
     look on    at those whose names tell as high a step as its own, until there are none left
 
 A name is thus believed only where four of its family told the truth.
@@ -19,7 +19,13 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from air_lightning.checkpoint.examine import Candidate, CheckpointRecord, examine, look
+from air_lightning.checkpoint.examine import (
+    Candidate,
+    CheckpointRecord,
+    examine,
+    examine_marker,
+    look,
+)
 from air_lightning.checkpoint.manifest import step_in_name
 from air_lightning.checkpoint.order import SUFFIX, newest_first
 from air_lightning.volumes import path as paths
@@ -70,6 +76,7 @@ class Search:
         self._families = _families(children)
         self._looked: dict[str, Candidate] = {}
         self._examined: dict[str, CheckpointRecord | None] = {}
+        self._opened: set[str] = set()  # those whose marker was read
 
     def run(self) -> tuple[CheckpointRecord | None, list[CheckpointRecord]]:
         """Return the newest whole checkpoint, and the newer ones that are not whole."""
@@ -119,7 +126,7 @@ class Search:
         for number, record in enumerate(ordered):
             # After one that is not whole, two together, then four: there may be many.
             self._examine(ordered[number : number + 1 + min(len(passed), _TOGETHER)])
-            judged = self._examined[record.path]
+            judged = self._judged(record.path)
             if judged is not None and judged.valid:
                 return judged, passed
             if judged is not None:
@@ -128,8 +135,16 @@ class Search:
 
     def _is_whole(self, record: CheckpointRecord) -> bool:
         self._examine([record])
-        judged = self._examined[record.path]
+        judged = self._judged(record.path)
         return judged is not None and judged.valid
+
+    def _judged(self, path: str) -> CheckpointRecord | None:
+        """The record of one that was examined, its marker read too."""
+        judged = self._examined[path]
+        if judged is not None and judged.valid and path not in self._opened:
+            judged = self._examined[path] = examine_marker(self._looked[path], judged)
+            self._opened.add(path)
+        return judged
 
     def _examine(self, records: Iterable[CheckpointRecord]) -> None:
         due = [record.path for record in records if record.path not in self._examined]

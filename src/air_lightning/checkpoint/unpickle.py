@@ -230,8 +230,8 @@ def _blob_error(data: bytes, error: Exception, safe: bool, path: str) -> Checkpo
         )
     return CorruptCheckpointError(
         f"{path} ({len(data)} bytes) is not what torch.save wrote: {type(error).__name__}: "
-        f"{str(error).splitlines()[0] if str(error) else 'no message'}. Resume from another "
-        "checkpoint: find_latest_valid(root) names the newest sound one."
+        f"{str(error).splitlines()[0] if str(error) else 'no message'}. Delete the .metadata of "
+        "this checkpoint, so that it is passed over, and resume from the one before it."
     )
 
 

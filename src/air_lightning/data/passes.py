@@ -10,6 +10,7 @@ from typing_extensions import override
 
 from air_lightning.data.agreement import Agreement
 from air_lightning.data.counters import counting_into
+from air_lightning.data.deaths import watch
 from air_lightning.data.generators import borrowed_generators
 from air_lightning.data.progress import Position
 from air_lightning.data.timing import WaitTimer
@@ -35,6 +36,8 @@ class Pass:
 
     def _enter(self, begun: tuple[Position, Iterator[Any]]) -> None:
         self._position, self._iterator = begun
+        if self._loader.num_workers > 0:
+            watch(self)
         self._last = self._loader.batches_at_end(self._position)
 
     def __iter__(self) -> "Pass":
@@ -90,13 +93,24 @@ class Pass:
     def _from_worker(self) -> Delivered:
         try:
             delivered: Delivered = next(self._iterator)
+        except WorkerDiedError:
+            raise
         except RuntimeError as error:
-            workers: Any = self._iterator
-            dead = [worker for worker in workers._workers if not worker.is_alive()]
+            dead = [worker for worker in self._workers() if not worker.is_alive()]
             if dead:
                 raise _died(dead, self._position) from error
             raise
         return delivered
+
+    def death(self) -> WorkerDiedError | None:
+        """The error that says which workers of this pass were killed, if any were."""
+        # Those of a pass that is over have ended, too, with no fault.
+        dead = [worker for worker in self._workers() if worker.exitcode]
+        return _died(dead, self._position) if dead else None
+
+    def _workers(self) -> list[Any]:
+        workers: list[Any] = getattr(self._iterator, "_workers", [])
+        return workers
 
     def _consume(self, delivered: Delivered) -> None:
         self._resumed = False

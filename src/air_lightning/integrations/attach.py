@@ -8,6 +8,7 @@ Lightning's strategies call a CheckpointIO on rank 0 alone. What is bound here i
         setup: tensor parallel ranks will read the same files
         setup: process group is up, nothing is restored yet  ->  bind(trainer)
           the strategy's methods that save and load  ->  those of binding.Binding
+          where the Trainer goes to restore a path   ->  AirResume's choice, or what "last" is
         on_train_start: an epoch that was resumed at its last step is over
         on_train_epoch_start: a loader left in mid-pass goes to its next epoch
         on_fit_end: the last save is published, or its error raised
@@ -25,6 +26,7 @@ from air_lightning.data.stream import set_share
 from air_lightning.errors import InvalidArgumentError
 from air_lightning.integrations.binding import Binding
 from air_lightning.integrations.checkpoint_io import AirCheckpointIO
+from air_lightning.integrations.last import agreed, asked, newest_last
 from air_lightning.integrations.loaders import start_next_pass
 from air_lightning.integrations.other_name import refuse_callbacks
 from air_lightning.integrations.stages import enter_next_epoch
@@ -138,8 +140,44 @@ def bind(trainer: Trainer) -> Binding | None:
         binding = Binding(trainer)
         setattr(strategy, _BINDING, binding)
     binding.weights_only = _weights_only_of_run(trainer)
+    binding.asked = asked(trainer)
+    _bind_choice(trainer)
     binding.io.connect()
     return binding
+
+
+def _bind_choice(trainer: Any) -> None:
+    connector = trainer._checkpoint_connector
+    if "resume_start" in vars(connector):
+        return
+    resume_start = connector.resume_start
+
+    def resume_from_choice(checkpoint_path: Any = None, weights_only: Any = None) -> None:
+        # Lightning before 2.6 does not know the argument.
+        options = {} if weights_only is None else {"weights_only": weights_only}
+        resume_start(_chosen(trainer, checkpoint_path), **options)
+
+    connector.resume_start = resume_from_choice
+
+
+def _chosen(trainer: Any, given: Any) -> Any:
+    """What to restore, where Lightning found ``given``."""
+    binding = bound(trainer)
+    if binding is None:
+        return given
+    is_first = trainer.state.fn == "fit" and trainer.global_step == 0
+    if is_first and binding.resume is not None:
+        return binding.resume(given, binding.asked)
+    if binding.asked != "last":
+        return given
+
+    def choose() -> Any:
+        found, is_ours = newest_last(trainer, given, binding.io.storage_options)
+        if is_ours:
+            binding.take(found)
+        return found
+
+    return agreed(trainer, choose, 'the directories that ckpt_path="last" means')
 
 
 def _weights_only_of_run(trainer: Trainer) -> bool | None:

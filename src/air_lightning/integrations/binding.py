@@ -92,6 +92,8 @@ class Binding:
         strategy: Any = trainer.strategy
         self._state = state_of(strategy)
         self.weights_only: bool | None = None
+        self.asked: Any = None  # the ckpt_path that the call under way was given
+        self.resume: Callable[[Any, Any], Any] | None = None  # AirResume's choice, of all ranks
         self.io: AirCheckpointIO = strategy.checkpoint_io
         self._trainer: Any = trainer
         self._strategy = strategy
@@ -159,14 +161,21 @@ class Binding:
         self.notices.give()
         # The name may hold a metric that differs in the last digit, or a time; and whether a
         # complete checkpoint is in the way must look the same to all.
-        target = self._agree(lambda: self.io.choose_target(filepath))
+        buffers = self._restorer.buffers
+        target, first = self._agree(
+            lambda: (self.io.choose_target(filepath), buffers.prints(checkpoint))
+        )
         self.io.save_on_all_ranks(
             checkpoint,
             target,
             optimizer_names=self._state.optimizer_names(
                 len(checkpoint.get("optimizer_states", ()))
             ),
-            rank_blob=self._restorer.position() | {"put_off": self._put_off()},
+            rank_blob={
+                **self._restorer.position(),
+                **buffers.capture(checkpoint, first),
+                "put_off": self._put_off(),
+            },
             alike=self._state.alike,
             storage_options=storage_options,
         )

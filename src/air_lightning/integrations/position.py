@@ -24,6 +24,7 @@ from air_lightning.checkpoint.rng import capture_rng_state, restore_rng_state
 from air_lightning.data.loader import DataLoader
 from air_lightning.errors import StateError
 from air_lightning.integrations import metrics, regrid, stages
+from air_lightning.integrations.buffers import Buffers
 from air_lightning.integrations.foreign import begin_without_position
 from air_lightning.integrations.gradients import Gradients
 from air_lightning.integrations.loaders import (
@@ -118,7 +119,7 @@ class Restorer:
         self._rng_before_batch: Mapping[str, Any] | None = None
         self._is_run = False
         self._stage: dict[str, Any] = {}  # of the save that was loaded
-        self.gradients = Gradients(trainer)
+        self.gradients, self.buffers = Gradients(trainer), Buffers(trainer)
         self.ends = Ends()
         self._left_out = contextlib.ExitStack()
         loop = trainer.fit_loop
@@ -247,6 +248,7 @@ class Restorer:
         within = not stage["between_epochs"]
         metrics.restore(self._trainer, self._blob["metrics"], within_epoch=within)
         self.gradients.restore(self._blob["gradients"])
+        self.buffers.restore(self._blob)
 
     def _restore_rng(self) -> None:
         rng, self._rng_due = self._rng_due, None

@@ -2,7 +2,7 @@
 
     fit -> _restore_modules_and_callbacks -> resume_start(path)       every rank, group is up
       path given          it wins
-      path None, or last  rank 0 looks for the newest valid one and tells the others
+      path None, "last"   rank 0 looks for the newest valid one and tells the others
       -> strategy.load_checkpoint (attach.py): the checkpoint, and this rank's own position
       -> position.Restorer: loaders before ``iter()``, generators after the first fetch
 
@@ -15,6 +15,7 @@ import logging
 import os
 import re
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
@@ -22,12 +23,10 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from typing_extensions import override
 
-from air_lightning.checkpoint.catalog import CheckpointRecord, list_root, newest_valid
-from air_lightning.checkpoint.order import newest_first
-from air_lightning.checkpoint.single_file import newest_file
 from air_lightning.data.stream import set_share
-from air_lightning.errors import AirError, CheckpointError, InvalidArgumentError
+from air_lightning.errors import InvalidArgumentError
 from air_lightning.integrations.attach import AirAttach, bind, bound
+from air_lightning.integrations.last import agreed, newest
 from air_lightning.integrations.other_name import refuse_trainer
 from air_lightning.integrations.preemption import Preemption
 from air_lightning.integrations.strategies import data_share
@@ -41,12 +40,13 @@ _VERSIONED = re.compile(r"/version_\d+(/|$)")
 class AirResume(AirAttach):
     """Resumes ``trainer.fit`` from the newest valid checkpoint; starts fresh when there is none.
 
-    A checkpoint is valid when its ``.metadata`` is there and its files have their recorded sizes.
-    Lightning's own, single files and sharded directories, count too, and the latest step wins.
+    A checkpoint is valid when its ``.metadata`` is what was written, and its files have their
+    recorded sizes. Lightning's own, single files and sharded directories, count too, and the latest
+    step wins.
     Restores weights, optimizers and loops as Lightning does, and for each rank its loader position
     and random generators, so that the run goes on with the batch that would have come next.
 
-    An explicit ``fit(ckpt_path=...)`` wins. ``ckpt_path="last"`` means the newest valid one. Only
+    An explicit path as ``fit(ckpt_path=...)`` wins. ``"last"`` means the newest valid one. Only
     a Trainer that has not trained yet resumes: a second ``fit`` goes on from memory.
 
     Args:
@@ -83,7 +83,7 @@ class AirResume(AirAttach):
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Bind the Trainer, and the place where it decides what to restore.
+        """Bind the Trainer, and decide from now on what it restores.
 
         Raises:
             InvalidArgumentError: The Trainer has no AirCheckpointIO, or is pytorch_lightning's.
@@ -101,45 +101,20 @@ class AirResume(AirAttach):
             binding.go_on_elsewhere()
         if stage == "fit":
             binding.take_torn_names()
-            self._bind_choice(trainer)
+            binding.resume = partial(self._choose, trainer)
             if self._preemption is not None:
                 self._preemption.begin(trainer)
 
-    def _bind_choice(self, trainer: Any) -> None:
-        connector = trainer._checkpoint_connector
-        if "resume_start" in vars(connector):
-            return
-        resume_start = connector.resume_start
-
-        def resume_from_newest(checkpoint_path: Any = None, weights_only: Any = None) -> None:
-            resume_start(self._choose(trainer, checkpoint_path), weights_only=weights_only)
-
-        connector.resume_start = resume_from_newest
-
-    def _choose(self, trainer: Any, given: Any) -> Any:
-        if trainer.state.fn != "fit" or trainer.global_step > 0:
-            return given
-        found: Any = None
+    def _choose(self, trainer: Any, given: Any, asked: Any) -> Any:
         roots = self._roots(trainer)
-        if trainer.is_global_zero:
-            try:
-                found = self._choose_here(trainer, given, roots)
-            except (AirError, OSError) as error:
-                # Sent to the others like a path: they would wait for ever for a rank that raised.
-                found = error
         # Also what was given: ``ckpt_path="last"`` is a path where the listing tells of one, and
         # nothing on a rank whose listing does not yet.
-        found = trainer.strategy.broadcast(found)
-        if isinstance(found, Exception):
-            raise CheckpointError(
-                f"Looking for a checkpoint to resume from in {roots} failed: {found}"
-            ) from found
-        return found
+        return agreed(trainer, lambda: self._choose_here(trainer, given, asked, roots), roots)
 
-    def _choose_here(self, trainer: Any, given: Any, roots: list[str]) -> Any:
-        if given is not None and not _means_last(given, roots):
+    def _choose_here(self, trainer: Any, given: Any, asked: Any, roots: list[str]) -> Any:
+        if given is not None and not _means_last(given, asked, roots):
             return given
-        found, is_ours = _newest(roots, self.storage_options)
+        found, is_ours = newest(roots, self.storage_options)
         binding = bound(trainer)
         if found is None:
             _tell_of_fresh_start(roots, self.dirpath)
@@ -170,31 +145,14 @@ def _tell_of_fresh_start(roots: list[str], dirpath: str | None) -> None:
         )
 
 
-def _means_last(path: Any, roots: Iterable[str]) -> bool:
+def _means_last(path: Any, asked: Any, roots: Iterable[str]) -> bool:
     """Whether Lightning resolved ``ckpt_path="last"`` to this path.
 
-    It takes the newest by modification time among those named ``last``, whole or torn.
+    It takes the newest by modification time among those named ``last``, whole or torn; by itself,
+    too, where there is an ``OnExceptionCheckpoint``. A path that the user wrote out is meant.
     """
+    if asked is not None:
+        return bool(asked == "last")
     target = volume_path.normalize(path, allow_local=True)
     is_last = volume_path.name(target).startswith(ModelCheckpoint.CHECKPOINT_NAME_LAST)
     return is_last and volume_path.parent(target) in set(roots)
-
-
-def _newest(roots: Iterable[str], options: dict[str, Any] | None) -> tuple[str | None, bool]:
-    """The path of the latest step, ours where two have the same; and whether it is ours."""
-    # Several ModelCheckpoints may share a directory.
-    listed = {root: list_root(root, options) for root in roots}
-    found = [
-        newest_valid(root, resumable=True, storage_options=options, listed=entries)
-        for root, entries in listed.items()
-    ]
-    records = newest_first([record for record in found if record is not None], lambda _: True)
-    ours = records[0] if records else None
-    single = newest_file(listed, storage_options=options)
-    if single is not None and (ours is None or single.step > _step(ours)):
-        return single.path, False
-    return (None if ours is None else ours.path), ours is not None
-
-
-def _step(record: CheckpointRecord) -> int:
-    return -1 if record.step is None else record.step
