@@ -73,6 +73,16 @@ def test_what_cannot_be_resumed_is_left_out(
     assert [os.path.basename(name)[:3] for name in told] == ["cut"] * 4
 
 
+@pytest.mark.parametrize(("offset", "value"), [(6, 255), (8, 1)], ids=["version", "encrypted"])
+def test_an_altered_file_is_passed_over(tmp_path: Path, offset: int, value: int) -> None:
+    """A file whose zip directory claims what nobody can read ends no search."""
+    whole = put(tmp_path / "step=1.ckpt", 1)
+    altered = bytearray(put(tmp_path / "step=2.ckpt", 2).read_bytes())
+    altered[altered.index(b"PK\x01\x02") + offset] = value
+    (tmp_path / "step=2.ckpt").write_bytes(altered)
+    assert newest_in([str(tmp_path)]) == (1, str(whole))
+
+
 def test_nothing_in_it_is_run(tmp_path: Path) -> None:
     """Objects of any class are stepped over, also those that ordinary loading would run."""
     path = put(tmp_path / "a.ckpt", 5, hyper_parameters={"x": Touch(tmp_path / "ran"), "y": Odd()})

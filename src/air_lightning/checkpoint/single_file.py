@@ -17,6 +17,7 @@ from typing import Any, BinaryIO, NamedTuple
 from typing_extensions import override
 
 from air_lightning.checkpoint.manifest import is_missing, step_in_name
+from air_lightning.errors import AirError
 from air_lightning.volumes import path as paths
 from air_lightning.volumes.base import Entry
 from air_lightning.volumes.storage import Storage, open_storage
@@ -25,16 +26,6 @@ _log = logging.getLogger("air_lightning")
 
 _EXTENSION = ".ckpt"  # of ModelCheckpoint.FILE_EXTENSION
 _USELESS = 8  # files of other programs may have such names, thousands of them
-# What zipfile and pickle raise for files that are cut short or no pickles.
-_NOT_ONE = (
-    zipfile.BadZipFile,
-    pickle.UnpicklingError,
-    EOFError,
-    AttributeError,
-    LookupError,
-    TypeError,
-    ValueError,
-)
 
 
 class SingleFile(NamedTuple):
@@ -96,16 +87,16 @@ def _step(storage: Storage, name: str) -> int | None:
     try:
         with storage.open_read(name) as stream:
             outline = _outline(stream)
-    except _NOT_ONE as error:
+    except (AirError, OSError) as error:
+        if isinstance(error, OSError) and is_missing(error):  # a running job keeps the best few
+            return None
+        raise
+    except Exception as error:  # noqa: BLE001 - zipfile and pickle raise what comes, of garbage
         where = paths.join(storage.root, name)
         _log.warning(
             "Passing over the checkpoint %s: cut short, or another file (%s).", where, error
         )
         return None
-    except OSError as error:
-        if is_missing(error):  # a running job keeps the best few only
-            return None
-        raise
     step = outline.get("global_step") if "optimizer_states" in outline else None
     return step if isinstance(step, int) else None
 

@@ -11,7 +11,9 @@ from air_lightning.volumes import path as volume_path
 
 def load_file(target: str, weights_only: bool | None) -> Any:
     """Load a single file as Lightning does."""
-    return TorchCheckpointIO().load_checkpoint(place(target), weights_only=weights_only)
+    # Lightning before 2.6 does not know the argument.
+    options = {} if weights_only is None else {"weights_only": weights_only}
+    return TorchCheckpointIO().load_checkpoint(place(target), **options)
 
 
 def save_file(checkpoint: dict[str, Any], target: str, options: Any | None) -> None:
