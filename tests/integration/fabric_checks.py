@@ -322,6 +322,23 @@ def a_state_that_one_rank_refuses_fails_all(root: str) -> None:
         assert job.plugin.resume(f"{root}/{kind.__name__}", job.state) is not None
 
 
+class Unreadable(os.PathLike[str]):
+    """A path that cannot be asked for."""
+
+    def __fspath__(self) -> str:
+        raise RuntimeError("no such place")
+
+
+def what_rank_zero_cannot_choose_fails_all(root: str) -> None:
+    """An error of any class while rank 0 chooses is an error on every rank, and they go on."""
+    job = Job("ddp")
+    is_first = dist.get_rank() == 0
+    error, text = (RuntimeError, "no such") if is_first else (CheckpointError, "Rank 0 failed.*no")
+    with pytest.raises(error, match=text):
+        job.plugin.resume(Unreadable() if is_first else root, job.state)
+    assert job.plugin.resume(root, job.state) is None
+
+
 def what_is_no_state_fails_all(root: str) -> None:
     """A state that is no dict on one rank, or a missing path, is an error on every rank."""
     job = Job("ddp")
@@ -454,6 +471,7 @@ CHECKS: list[Callable[[str], None]] = [
     a_failed_save_is_told_to_all,
     a_rank_that_cannot_load_fails_all,
     a_state_that_one_rank_refuses_fails_all,
+    what_rank_zero_cannot_choose_fails_all,
     what_is_no_state_fails_all,
     what_is_registered_is_each_ranks_own,
     loaders_are_asked_by_name,

@@ -36,7 +36,6 @@ from air_lightning.checkpoint.restore import read_rank_blobs
 from air_lightning.checkpoint.sight import UNSEEN_S, when_seen
 from air_lightning.checkpoint.together import together
 from air_lightning.errors import (
-    AirError,
     CheckpointMismatchError,
     InvalidArgumentError,
     SaveFailedError,
@@ -44,6 +43,7 @@ from air_lightning.errors import (
 from air_lightning.integrations import files
 from air_lightning.integrations.averaging import keep_places_in_saves
 from air_lightning.integrations.checkpoint_io import AirCheckpointIO
+from air_lightning.integrations.choice import of_rank_zero
 from air_lightning.integrations.entrance import Entrance
 from air_lightning.integrations.located import Located, locate, whole
 from air_lightning.integrations.model_checkpoint import (
@@ -206,18 +206,7 @@ class Binding:
 
     def _agree(self, choose: Callable[[], _T]) -> _T:
         """Rank 0's choice, or its error, on every rank."""
-        chosen: _T | Exception | None = None
-        if self._trainer.is_global_zero:
-            try:
-                chosen = choose()
-            except (AirError, OSError) as error:
-                # Sent like a path: the others would wait for ever for a rank that raised.
-                chosen = error
-        chosen = self._strategy.broadcast(chosen)
-        if isinstance(chosen, Exception):
-            raise chosen
-        assert chosen is not None
-        return chosen
+        return of_rank_zero(self._strategy, choose)
 
     def _wait_for_last_save(self) -> None:
         try:

@@ -44,13 +44,13 @@ from air_lightning.checkpoint.together import together
 from air_lightning.checkpoint.weights import read_weights
 from air_lightning.data.stream import set_share
 from air_lightning.errors import (
-    AirError,
     CheckpointMismatchError,
     InvalidArgumentError,
     InvalidTypeError,
 )
 from air_lightning.integrations import fabric_position, files
 from air_lightning.integrations.checkpoint_io import AirCheckpointIO
+from air_lightning.integrations.choice import of_rank_zero
 from air_lightning.integrations.entrance import Entrance
 from air_lightning.integrations.fabric_require import require_state
 from air_lightning.integrations.fabric_state import Filters, Sorted, State, note_reduced, progress
@@ -307,13 +307,11 @@ class FabricBinding:
         together(lambda: require_state(state), f"Resuming from {root}", self.io.group)
         with_moments = any(isinstance(value, torch.optim.Optimizer) for value in state.values())
 
-        def newest() -> tuple[str | None]:
-            found = find_latest_valid(
+        path = self._agree(
+            lambda: find_latest_valid(
                 root, resumable=with_moments, storage_options=self.io.storage_options
             )
-            return (found,)
-
-        (path,) = self._agree(newest)
+        )
         if path is not None:
             # Lightning before 2.6 does not know the argument.
             options = {} if weights_only is None else {"weights_only": weights_only}
@@ -331,15 +329,4 @@ class FabricBinding:
 
     def _agree(self, choose: Callable[[], _T]) -> _T:
         """Rank 0's choice, or its error, on every rank."""
-        chosen: _T | Exception | None = None
-        if self.is_global_zero:
-            try:
-                chosen = choose()
-            except (AirError, OSError) as error:
-                # Sent like a path: the others would wait for ever for a rank that raised.
-                chosen = error
-        chosen = self._strategy.broadcast(chosen)
-        if isinstance(chosen, Exception):
-            raise chosen
-        assert chosen is not None
-        return chosen
+        return of_rank_zero(self._strategy, choose)

@@ -23,6 +23,7 @@ from air_lightning.checkpoint.catalog import CheckpointRecord, list_root, newest
 from air_lightning.checkpoint.order import newest_first
 from air_lightning.checkpoint.single_file import newest_file
 from air_lightning.errors import AirError, CheckpointError
+from air_lightning.integrations.choice import of_rank_zero
 from air_lightning.integrations.model_checkpoint import as_written
 from air_lightning.volumes import path as volume_path
 
@@ -57,19 +58,16 @@ def agreed(trainer: Any, choose: Callable[[], Any], where: object) -> Any:
     Raises:
         CheckpointError: It failed on rank 0.
     """
-    found: Any = None
-    if trainer.is_global_zero:
+
+    def look() -> Any:
         try:
-            found = choose()
+            return choose()
         except (AirError, OSError) as error:
-            # Sent to the others like a path: they would wait for ever for a rank that raised.
-            found = error
-    found = trainer.strategy.broadcast(found)
-    if isinstance(found, Exception):
-        raise CheckpointError(
-            f"Looking for a checkpoint to load in {where} failed: {found}"
-        ) from found
-    return found
+            raise CheckpointError(
+                f"Looking for a checkpoint to load in {where} failed: {error}"
+            ) from error
+
+    return of_rank_zero(trainer.strategy, look)
 
 
 def newest_last(trainer: Any, given: Any, options: dict[str, Any] | None) -> tuple[Any, bool]:
