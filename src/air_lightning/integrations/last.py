@@ -27,11 +27,12 @@ from air_lightning.integrations.choice import of_rank_zero
 from air_lightning.integrations.model_checkpoint import as_written
 from air_lightning.volumes import path as volume_path
 
+UNKNOWN = object()  # of what was given: the call under way is not one that is known
 _ENTRANCES = ("_fit_impl", "_validate_impl", "_test_impl", "_predict_impl")
 
 
 def asked(trainer: Any) -> Any:
-    """The ``ckpt_path`` that the call under way was given, or None; called from a set-up hook.
+    """The ``ckpt_path`` that the call under way was given, or UNKNOWN; called from a set-up hook.
 
     Lightning puts what it found in the argument's place; its caller still has what was given.
     """
@@ -39,16 +40,20 @@ def asked(trainer: Any) -> Any:
     while frame.f_back is not None:
         name = frame.f_code.co_name
         if name in _ENTRANCES and frame.f_locals.get("self") is trainer:
-            return _given(getattr(trainer, name), frame.f_back.f_locals)
+            told = _given(getattr(trainer, name), frame.f_back.f_locals)
+            connector = trainer._checkpoint_connector
+            # Given by ``trainer.ckpt_path = ...``.
+            is_set = told is None and getattr(connector, "_user_managed", False)
+            return trainer.ckpt_path if is_set else told
         frame = frame.f_back
-    return None
+    return UNKNOWN
 
 
 def _given(entrance: Callable[..., Any], caller: dict[str, Any]) -> Any:
     try:
         told = inspect.signature(entrance).bind(*caller["args"], **caller["kwargs"])
     except (KeyError, TypeError):
-        return None  # called in another way than by the releases of Lightning that are known
+        return UNKNOWN  # called in another way than by the releases of Lightning that are known
     return told.arguments.get("ckpt_path")
 
 

@@ -26,7 +26,7 @@ from typing_extensions import override
 from air_lightning.data.stream import set_share
 from air_lightning.errors import InvalidArgumentError
 from air_lightning.integrations.attach import AirAttach, bind, bound
-from air_lightning.integrations.last import agreed, newest
+from air_lightning.integrations.last import UNKNOWN, agreed, newest
 from air_lightning.integrations.other_name import refuse_trainer
 from air_lightning.integrations.preemption import Preemption
 from air_lightning.integrations.strategies import data_share
@@ -112,9 +112,15 @@ class AirResume(AirAttach):
         return agreed(trainer, lambda: self._choose_here(trainer, given, asked, roots), roots)
 
     def _choose_here(self, trainer: Any, given: Any, asked: Any, roots: list[str]) -> Any:
-        if given is not None and not _means_last(given, asked, roots):
-            return given
-        found, is_ours = newest(roots, self.storage_options)
+        names: dict[str, tuple[str, ...]] = {}
+        if given is not None:
+            if not _is_lightnings_choice(given, asked, roots):
+                return given
+            path = volume_path.normalize(given, allow_local=True)
+            # Lightning's may lie elsewhere, as that of an OnExceptionCheckpoint.
+            names = {volume_path.parent(path): (volume_path.name(path),)}
+            names.update(dict.fromkeys(roots, ("",)))
+        found, is_ours = newest(names or roots, self.storage_options, names=names)
         binding = bound(trainer)
         if found is None:
             _tell_of_fresh_start(roots, self.dirpath)
@@ -145,14 +151,15 @@ def _tell_of_fresh_start(roots: list[str], dirpath: str | None) -> None:
         )
 
 
-def _means_last(path: Any, asked: Any, roots: Iterable[str]) -> bool:
-    """Whether Lightning resolved ``ckpt_path="last"`` to this path.
+def _is_lightnings_choice(path: Any, asked: Any, roots: Iterable[str]) -> bool:
+    """Whether Lightning chose this path; one that the user wrote out is meant.
 
-    It takes the newest by modification time among those named ``last``, whole or torn; by itself,
-    too, where there is an ``OnExceptionCheckpoint``. A path that the user wrote out is meant.
+    For ``ckpt_path="last"`` it takes the newest by modification time among those named ``last``,
+    whole or torn; so it does by itself where there is an ``OnExceptionCheckpoint``, whose file may
+    be of a failure long ago.
     """
-    if asked is not None:
-        return bool(asked == "last")
+    if asked is not UNKNOWN:
+        return asked is None or bool(asked == "last")
     target = volume_path.normalize(path, allow_local=True)
     is_last = volume_path.name(target).startswith(ModelCheckpoint.CHECKPOINT_NAME_LAST)
     return is_last and volume_path.parent(target) in set(roots)
