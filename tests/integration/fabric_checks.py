@@ -21,6 +21,7 @@ from air_lightning import (
     SaveFailedError,
     StateError,
     UCVolumeWriter,
+    UnsafeCheckpointError,
     list_checkpoints,
     verify_checkpoint,
 )
@@ -339,6 +340,22 @@ def what_rank_zero_cannot_choose_fails_all(root: str) -> None:
     assert job.plugin.resume(root, job.state) is None
 
 
+class Plain:
+    """An object that loads only where code of the checkpoint may run."""
+
+
+def resuming_heeds_weights_only(root: str) -> None:
+    """What loading refuses by default comes back by ``resume(weights_only=False)``."""
+    job = Job("ddp")
+    job.state["extra"] = Plain()
+    job.save(f"{root}/c")
+    job.state["extra"] = None
+    with pytest.raises(UnsafeCheckpointError):
+        job.plugin.resume(root, job.state)
+    assert job.plugin.resume(root, job.state, weights_only=False) is not None
+    assert isinstance(job.state["extra"], Plain)
+
+
 def what_is_no_state_fails_all(root: str) -> None:
     """A state that is no dict on one rank, or a missing path, is an error on every rank."""
     job = Job("ddp")
@@ -472,6 +489,7 @@ CHECKS: list[Callable[[str], None]] = [
     a_rank_that_cannot_load_fails_all,
     a_state_that_one_rank_refuses_fails_all,
     what_rank_zero_cannot_choose_fails_all,
+    resuming_heeds_weights_only,
     what_is_no_state_fails_all,
     what_is_registered_is_each_ranks_own,
     loaders_are_asked_by_name,

@@ -237,7 +237,7 @@ class Binding:
             def read_blobs(ranks: Iterable[int]) -> list[Any]:
                 return self._read_blobs(located.target, ranks, weights_only)
 
-            origin = self._strategy.broadcast(Origin.of(blob))
+            origin = self._agree(lambda: Origin.of(blob))
             self._restorer.arm(blob, origin, read_blobs)
             for adopted, is_so in zip(
                 self._adopted, origin.put_off if origin else (), strict=False

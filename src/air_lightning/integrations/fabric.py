@@ -18,7 +18,7 @@ here is bound on the *instance* of one strategy; Fabric's own methods stay as th
 Fabric's own entry point (``fabric_entry.py``).
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, TypeVar
@@ -125,6 +125,7 @@ class FabricBinding:
         self._kind: Any = type(strategy)
         self._entrance = Entrance(io.timeout_s)
         self._resumes = False
+        self._told: bool | None = None  # weights_only of the resume under way
         if fabric._launched:
             set_share(data_share(strategy))
         strategy.setup_environment = self.setup_environment
@@ -188,6 +189,7 @@ class FabricBinding:
         self, path: Any, state: Any = None, strict: bool = True, weights_only: bool | None = None
     ) -> State:
         """Every rank's part of a load; gives what the state did not ask for."""
+        weights_only = self._told if weights_only is None else weights_only
         self.io.connect()
         self.io.wait()
         located = self._agree(lambda: locate(path, self.io.storage_options, resumable=False))
@@ -241,7 +243,7 @@ class FabricBinding:
         fabric_position.restore(
             {**self.io.registered, **values.loaders},
             stored.rank_blob,
-            self._strategy.broadcast(fabric_position.Origin.of(stored.rank_blob)),
+            self._agree(lambda: fabric_position.Origin.of(stored.rank_blob)),
             read_blobs,
             strict=strict,
             agree=self._agree,
@@ -313,19 +315,18 @@ class FabricBinding:
             )
         )
         if path is not None:
-            # Lightning before 2.6 does not know the argument.
-            options = {} if weights_only is None else {"weights_only": weights_only}
-            with self._restoring_all():
-                self._fabric.load(path, state, strict=strict, **options)
+            with self._restoring_all(weights_only):
+                self._fabric.load(path, state, strict=strict)
         return path
 
     @contextmanager
-    def _restoring_all(self) -> Any:
-        self._resumes = True
+    def _restoring_all(self, weights_only: bool | None) -> Iterator[None]:
+        # Not through fabric.load: before Lightning 2.6 it does not know the argument.
+        self._resumes, self._told = True, weights_only
         try:
             yield
         finally:
-            self._resumes = False
+            self._resumes, self._told = False, None
 
     def _agree(self, choose: Callable[[], _T]) -> _T:
         """Rank 0's choice, or its error, on every rank."""
