@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Trainer
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.strategies import (
     DeepSpeedStrategy,
     SingleDeviceXLAStrategy,
@@ -257,6 +257,49 @@ def test_fit_goes_on_from_the_last_one(tmp_path: Path, monkeypatch: pytest.Monke
     fit(trainer_with(saving(root), Start()), ckpt_path="last")
     fit(trainer_with(AirResume(), saving(root), Start()), ckpt_path=f"{root}/last.ckpt")
     assert seen == [2, 2]
+
+
+def test_an_old_checkpoint_on_exception_is_not_gone_back_to(tmp_path: Path) -> None:
+    """What Lightning chooses by itself is one of many; a path set on the Trainer is meant."""
+    fit(trainer_with(saving(tmp_path, filename="{step}")))
+    old = tmp_path / "elsewhere" / "on_exception.ckpt"
+    shutil.copytree(tmp_path / "step=2.ckpt", tmp_path / "elsewhere" / "source")
+    seen: list[int] = []
+
+    class Start(Callback):
+        def on_train_start(self, trainer: Any, module: Any) -> None:
+            seen.append(trainer.global_step)
+
+    def again() -> Trainer:
+        shutil.copytree(old.parent / "source", old)  # Lightning deletes it after each fit
+        failing = OnExceptionCheckpoint(old.parent)
+        return trainer_with(AirResume(), saving(tmp_path), failing, Start())
+
+    fit(again())
+    trainer = again()
+    trainer.ckpt_path = old
+    fit(trainer)
+    for left in tmp_path.glob("*.ckpt"):
+        shutil.rmtree(left)
+    fit(again())
+    assert seen == [4, 2, 2]
+
+
+class Swapping(Callback):
+    """Has a method of the name that Lightning's WeightAveraging has."""
+
+    def _swap_models(self) -> None: ...
+
+    def on_validation_start(self, trainer: Any, module: Any) -> None:
+        self._swap_models()
+
+
+def test_a_callback_that_swaps_in_its_own_way_is_left_alone(tmp_path: Path) -> None:
+    """A method that is only called like one of Lightning's is called as its class has it."""
+    loader = TorchDataLoader(Samples(), batch_size=2)
+    trainer = trainer_with(saving(tmp_path), Swapping(), max_steps=2)
+    trainer.fit(Model(), loader, loader)
+    assert find_latest_valid(str(tmp_path)) is not None
 
 
 def test_garbage_of_the_right_size_is_passed_over(tmp_path: Path) -> None:

@@ -9,6 +9,8 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
+from lightning.pytorch import callbacks
+
 
 class Places:
     """Knows whether a WeightAveraging callback has let weights change places.
@@ -41,7 +43,9 @@ class Places:
 
 def keep_places_in_saves(trainer: Any) -> None:
     """Let this Trainer save each of the weights under its own name, whenever it does."""
-    places = [Places(x) for x in trainer.callbacks if hasattr(x, "_swap_models")]
+    # Lightning before 2.6 has no such callback.
+    kind = getattr(callbacks, "WeightAveraging", ())
+    places = [Places(x) for x in trainer.callbacks if isinstance(x, kind)]
     if not places:
         return
     save = trainer.save_checkpoint

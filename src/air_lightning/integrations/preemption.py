@@ -272,7 +272,11 @@ def _requeue(trainer: Any, number: int | None) -> None:
     if number != (environment.requeue_signal or signal.SIGUSR1):
         return
     array = os.environ.get("SLURM_ARRAY_JOB_ID")
-    job = f"{array}_{os.environ['SLURM_ARRAY_TASK_ID']}" if array else os.environ["SLURM_JOB_ID"]
+    task, plain = os.environ.get("SLURM_ARRAY_TASK_ID"), os.environ.get("SLURM_JOB_ID")
+    job = f"{array}_{task}" if array else plain
+    if job is None:
+        _log.error("SLURM_JOB_ID is not set, so the job is not queued again. Start it again.")
+        return
     scontrol = shutil.which("scontrol") or "scontrol"
     try:
         subprocess.run(  # noqa: S603 - both come from the scheduler
