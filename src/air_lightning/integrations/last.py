@@ -41,12 +41,15 @@ def asked(trainer: Any) -> Any:
         name = frame.f_code.co_name
         if name in _ENTRANCES and frame.f_locals.get("self") is trainer:
             told = _given(getattr(trainer, name), frame.f_back.f_locals)
-            connector = trainer._checkpoint_connector
-            # Given by ``trainer.ckpt_path = ...``.
-            is_set = told is None and getattr(connector, "_user_managed", False)
-            return trainer.ckpt_path if is_set else told
+            return _set(trainer) if told is None else told
         frame = frame.f_back
     return UNKNOWN
+
+
+def _set(trainer: Any) -> Any:
+    """What was given by ``trainer.ckpt_path = ...``."""
+    is_set = getattr(trainer._checkpoint_connector, "_user_managed", False)
+    return trainer.ckpt_path if is_set else None
 
 
 def _given(entrance: Callable[..., Any], caller: dict[str, Any]) -> Any:
