@@ -24,6 +24,7 @@ from typing_extensions import override
 
 from air_lightning.data.stream import set_share
 from air_lightning.errors import InvalidArgumentError
+from air_lightning.integrations import files
 from air_lightning.integrations.binding import Binding
 from air_lightning.integrations.checkpoint_io import AirCheckpointIO
 from air_lightning.integrations.last import agreed, asked, newest_last
@@ -153,9 +154,7 @@ def _bind_choice(trainer: Any) -> None:
     resume_start = connector.resume_start
 
     def resume_from_choice(checkpoint_path: Any = None, weights_only: Any = None) -> None:
-        # Lightning before 2.6 does not know the argument.
-        options = {} if weights_only is None else {"weights_only": weights_only}
-        resume_start(_chosen(trainer, checkpoint_path), **options)
+        resume_start(_chosen(trainer, checkpoint_path), **files.told(weights_only))
 
     connector.resume_start = resume_from_choice
 

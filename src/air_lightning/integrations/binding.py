@@ -276,9 +276,7 @@ class Binding:
         self._is_restored = located.is_lightnings or located.is_file
         if self._is_restored:
             path = volume_path.local_dir(located.target) or located.target
-            # Lightning before 2.6 does not know the argument.
-            options = {} if weights_only is None else {"weights_only": weights_only}
-            return self._load_lightnings(path, **options), None
+            return self._load_lightnings(path, **files.told(weights_only)), None
         sharding = self._state.sharding()
         moments = self._trainer.state.fn == "fit"
         return self._on_all(

@@ -293,10 +293,12 @@ class FabricBinding:
                 "strategy and save it with AirCheckpointIO, which any reads; or take the weights "
                 "alone: fabric.load_raw(path, model)."
             )
-        # Lightning before 2.6 does not know the argument.
-        options = {} if weights_only is None else {"weights_only": weights_only}
         left: State = self._kind.load_checkpoint(
-            self._strategy, path=files.place(located.target), state=state, strict=strict, **options
+            self._strategy,
+            path=files.place(located.target),
+            state=state,
+            strict=strict,
+            **files.told(weights_only),
         )
         return left
 

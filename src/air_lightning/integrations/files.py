@@ -11,9 +11,15 @@ from air_lightning.volumes import path as volume_path
 
 def load_file(target: str, weights_only: bool | None) -> Any:
     """Load a single file as Lightning does."""
-    # Lightning before 2.6 does not know the argument.
-    options = {} if weights_only is None else {"weights_only": weights_only}
-    return TorchCheckpointIO().load_checkpoint(place(target), **options)
+    return TorchCheckpointIO().load_checkpoint(place(target), **told(weights_only))
+
+
+def told(weights_only: bool | None) -> dict[str, bool]:
+    """The argument for Lightning's own methods; none where nothing was said.
+
+    Before 2.6 they do not know it.
+    """
+    return {} if weights_only is None else {"weights_only": weights_only}
 
 
 def save_file(checkpoint: dict[str, Any], target: str, options: Any | None) -> None:

@@ -46,7 +46,8 @@ class AirResume(AirAttach):
     Restores weights, optimizers and loops as Lightning does, and for each rank its loader position
     and random generators, so that the run goes on with the batch that would have come next.
 
-    An explicit path as ``fit(ckpt_path=...)`` wins. ``"last"`` means the newest valid one. Only
+    An explicit path as ``fit(ckpt_path=...)`` wins. ``"last"`` means the newest valid one,
+    and so does what Lightning chooses by itself where there is an ``OnExceptionCheckpoint``. Only
     a Trainer that has not trained yet resumes: a second ``fit`` goes on from memory.
 
     Args:
