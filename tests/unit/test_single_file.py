@@ -73,7 +73,7 @@ def test_what_cannot_be_resumed_is_left_out(
     assert [os.path.basename(name)[:3] for name in told] == ["cut"] * 4
 
 
-@pytest.mark.parametrize(("offset", "value"), [(6, 255), (8, 1)], ids=["version", "encrypted"])
+@pytest.mark.parametrize(("offset", "value"), [(6, 255), (42, 255)], ids=["version", "offset"])
 def test_an_altered_file_is_passed_over(tmp_path: Path, offset: int, value: int) -> None:
     """A file whose zip directory claims what nobody can read ends no search."""
     whole = put(tmp_path / "step=1.ckpt", 1)
@@ -81,6 +81,17 @@ def test_an_altered_file_is_passed_over(tmp_path: Path, offset: int, value: int)
     altered[altered.index(b"PK\x01\x02") + offset] = value
     (tmp_path / "step=2.ckpt").write_bytes(altered)
     assert newest_in([str(tmp_path)]) == (1, str(whole))
+
+
+def test_a_file_without_checksums_counts(tmp_path: Path) -> None:
+    """A file that torch was told to write without true checksums is found."""
+    before = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(False)
+    try:
+        path = put(tmp_path / "a.ckpt", 5)
+    finally:
+        torch.serialization.set_crc32_options(before)
+    assert newest_in([str(tmp_path)]) == (5, str(path))
 
 
 def test_nothing_in_it_is_run(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import io
 import logging
 import math
 import pickle
+import struct
 import zipfile
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, BinaryIO, NamedTuple
@@ -25,6 +26,7 @@ from air_lightning.volumes.storage import Storage, open_storage
 _log = logging.getLogger("air_lightning")
 
 _EXTENSION = ".ckpt"  # of ModelCheckpoint.FILE_EXTENSION
+_LOCAL_HEADER = 30  # bytes before each entry of a zip file, and a name of the length it tells
 _USELESS = 8  # files of other programs may have such names, thousands of them
 
 
@@ -108,8 +110,18 @@ def _outline(stream: BinaryIO) -> dict[str, Any]:
         (entry,) = [x for x in archive.infolist() if x.filename.endswith("/data.pkl")]
         if entry.compress_type != zipfile.ZIP_STORED:
             raise ValueError("compressed, as torch.save never does")
-        value = _Outline(io.BytesIO(archive.read(entry))).load()
+    value = _Outline(io.BytesIO(_stored(stream, entry))).load()
     return value if isinstance(value, dict) else {}
+
+
+def _stored(stream: BinaryIO, entry: zipfile.ZipInfo) -> bytes:
+    """The bytes of an entry, unchecked: torch can be told to write no true CRC, and reads none."""
+    stream.seek(entry.header_offset)
+    header = stream.read(_LOCAL_HEADER)
+    if header[:4] != b"PK\x03\x04":
+        raise ValueError("its parts are not where its directory says")
+    stream.seek(sum(struct.unpack("<2H", header[-4:])), io.SEEK_CUR)  # a name, and padding
+    return stream.read(entry.file_size)
 
 
 class _Nothing:
