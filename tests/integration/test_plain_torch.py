@@ -66,7 +66,8 @@ def start(
     statuses = run_ranks(example, *arguments, world_size=ranks, log=log)
     wanted = {0} if kill_before is None else {KILLED}
     assert set(statuses) == wanted, log.read_text()[-4000:]
-    return "".join(output.with_suffix(f".{rank}").read_text() for rank in range(ranks))
+    # The kill of the group may come between a rank's line and its end.
+    return "\n".join(output.with_suffix(f".{rank}").read_text() for rank in range(ranks))
 
 
 def facts(output: str) -> dict[tuple[str, str], str]:

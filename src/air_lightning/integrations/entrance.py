@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from air_lightning.data.board import default_store
 from air_lightning.errors import SaveFailedError
+from air_lightning.integrations.signals import never
 
 _log = logging.getLogger("air_lightning")
 
@@ -49,7 +50,7 @@ class Entrance:
 
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
-        self.terminated_at: Callable[[], float | None] = lambda: None
+        self.terminated_at: Callable[[], float | None] = never
         self._came_alone = False
 
     def enter(self, *, interrupted: bool = False) -> None:

@@ -23,6 +23,7 @@ from typing import Any
 import torch.distributed as dist
 
 from air_lightning.errors import SaveFailedError
+from air_lightning.integrations.signals import never
 
 Point = tuple[int, int, int]
 
@@ -48,7 +49,7 @@ class Halt:
         store: Any,
         world_size: int,
         name: str,
-        terminated_at: Callable[[], float | None] = lambda: None,
+        terminated_at: Callable[[], float | None] = never,
         patience_s: float = _PATIENCE_S,
     ) -> None:
         self._store, self._world_size, self._name = store, world_size, name

@@ -67,7 +67,7 @@ class Preemption(Checkpoint):
         if store is None and world_size > 1:
             _log.warning("Signals are not noted: this process group has no store to agree through.")
             return
-        self._halt = Halt(store, world_size, name, lambda: self._signals.terminated_at)
+        self._halt = Halt(store, world_size, name, self._terminated_at)
         self._steps = self._batches = self._validations = 0
         self._ended = False
         environment = trainer._accelerator_connector.cluster_environment
@@ -76,7 +76,10 @@ class Preemption(Checkpoint):
         self._signals.take()
         binding = bound(trainer)
         if binding is not None:
-            binding.entrance.terminated_at = lambda: self._signals.terminated_at
+            binding.entrance.terminated_at = self._terminated_at
+
+    def _terminated_at(self) -> float | None:
+        return self._signals.terminated_at
 
     def _wrap(self, trainer: Any) -> None:
         connector, validation = trainer._signal_connector, trainer.fit_loop.epoch_loop.val_loop

@@ -25,6 +25,10 @@ EXIT_STATUS = 128 + signal.SIGTERM
 """What a shell shows of a process that SIGTERM ended; schedulers take 0 for a job that is done."""
 
 
+def never() -> None:
+    """When a process got SIGTERM, of one that did not; spawned ranks unpickle it by its name."""
+
+
 class Preempted(SIGTERMException):
     """Raised on every rank when the run was asked to end, and what it did is safe."""
 
