@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from lightning.fabric.utilities import data as fabric_data
 from torch.utils.data import DataLoader as TorchLoader
 from torch.utils.data import IterableDataset, TensorDataset, get_worker_info
+from torch.utils.data._utils import signal_handling
 from torch.utils.data._utils.pin_memory import pin_memory
 
 from air_lightning.data.dataset import UCVolumeDataset
@@ -342,6 +343,16 @@ def kill_in_a_step(worker: Any) -> None:
     threading.Event().wait(30)
 
 
+@pytest.fixture
+def torchs_handler(monkeypatch):
+    """Torch installs its handler of SIGCHLD once in a process's life, and tests share one."""
+    before = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    monkeypatch.setattr(signal_handling, "_SIGCHLD_handler_set", False)
+    yield
+    signal.signal(signal.SIGCHLD, before)
+
+
+@pytest.mark.usefixtures("torchs_handler")
 def test_a_worker_killed_during_a_step_is_told_in_our_words():
     """The error comes out of the step, where torch raises its own; the loader is fit for use."""
     loader = loader_of(Numbers(600), num_workers=1, prefetch_factor=1)
@@ -354,6 +365,20 @@ def test_a_worker_killed_during_a_step_is_told_in_our_words():
     loader._drop_pool()
 
 
+@pytest.mark.usefixtures("torchs_handler")
+def test_a_death_is_told_in_our_words_after_a_trainer_has_put_handlers_back():
+    """Lightning takes away every handler that was installed during a fit; torch's comes once."""
+    for _ in range(2):
+        loader = loader_of(Numbers(600), num_workers=1, prefetch_factor=1)
+        iterator = iter(loader)
+        next(iterator)
+        with pytest.raises(WorkerDiedError):
+            kill_in_a_step(loader._iterator._workers[0])
+        loader._drop_pool()
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+
+
+@pytest.mark.usefixtures("torchs_handler")
 def test_a_worker_of_another_loader_is_torchs_to_tell():
     """A worker of torch's own loader that is killed is torch's error, as without ours."""
     ours, theirs = loader_of(Numbers(600), num_workers=1), TorchLoader(Numbers(60), num_workers=1)

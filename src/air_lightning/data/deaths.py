@@ -22,7 +22,9 @@ class Mortal(Protocol):
 
 
 _passes: weakref.WeakKeyDictionary[Mortal, int] = weakref.WeakKeyDictionary()
-_watching: list[Callable[..., Any]] = []  # torch's handler, once ours stands before it
+# Ours as it was installed last: torch installs its own once in a process's life, and a Trainer puts
+# back what was there before its fit.
+_ours: list[Callable[..., None]] = []
 
 
 def watch(mortal: Mortal) -> None:
@@ -32,12 +34,14 @@ def watch(mortal: Mortal) -> None:
         mortal: The pass; its workers were started, so torch's handler is there.
     """
     _passes[mortal] = os.getpid()
-    if _watching or threading.current_thread() is not threading.main_thread():
+    if threading.current_thread() is not threading.main_thread():
         return
-    torchs = signal.getsignal(signal.SIGCHLD)
-    if callable(torchs):
-        signal.signal(signal.SIGCHLD, _telling(torchs))
-        _watching.append(torchs)
+    now = signal.getsignal(signal.SIGCHLD)
+    if callable(now) and now not in _ours:
+        _ours[:] = [_telling(now)]
+    elif now != signal.SIG_DFL or not _ours:
+        return
+    signal.signal(signal.SIGCHLD, _ours[0])
 
 
 def _telling(torchs: Callable[..., Any]) -> Callable[..., None]:
