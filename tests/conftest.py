@@ -146,6 +146,7 @@ def leak_police() -> Iterator[None]:
     threads = set(threading.enumerate())
     directory, names = os.getcwd(), set(os.listdir())
     yield
+    _restore_loader_classes()
     os.chdir(directory)
     left = {name for name in set(os.listdir()) - names if name[0] != "."}
     assert not left, f"left in the working directory: {sorted(left)}"
@@ -161,6 +162,22 @@ def leak_police() -> Iterator[None]:
             os.environ[name] = environment[name]
     assert not changed, f"environment variables left changed: {sorted(changed)}"
     _check_threads(threads)
+
+
+def _restore_loader_classes() -> None:
+    """Undo what Lightning leaves of its methods in all loader classes where a data hook raises.
+
+    It notes every attribute that is set from then on, and tests that pickle a loader would fail.
+    """
+    if "torch.utils.data" not in sys.modules:
+        return
+    classes = [sys.modules["torch.utils.data"].DataLoader]
+    for cls in classes:
+        classes += cls.__subclasses__()
+        for name in ("__setattr__", "__delattr__", "__init__"):
+            if f"__old{name}" in vars(cls):
+                setattr(cls, name, getattr(cls, f"__old{name}"))
+                delattr(cls, f"__old{name}")
 
 
 def _check_threads(before: set[threading.Thread]) -> None:
