@@ -542,6 +542,16 @@ def test_the_search_finds_what_a_look_at_all_would(
     assert find_latest_valid(root, resumable=resumable) == next(iter(wanted), None)
 
 
+def test_a_name_is_not_believed_where_the_sample_told_nothing(tmp_path: Path) -> None:
+    """Foreign folders named like a checkpoint that lies do not hide it."""
+    for number in range(5):
+        make_state(tmp_path / f"step={number}.ckpt", "foreign", None, weights_only=False)
+    shutil.rmtree(tmp_path / "step=1.ckpt")
+    make_state(tmp_path / "step=1.ckpt", "whole", 999, weights_only=False)
+    make_state(tmp_path / "2", "whole", 2, weights_only=False)
+    assert find_latest_valid(tmp_path) == str(tmp_path / "step=1.ckpt")
+
+
 def make_state(path: Path, state: str, step: int | None, weights_only: bool) -> None:
     """A directory: a whole checkpoint, one that lacks a shard's bytes, or none at all."""
     path.mkdir()

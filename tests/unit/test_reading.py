@@ -271,7 +271,10 @@ def _set_version(path: Path, version: str) -> None:
 def test_a_byte_changed_around_a_tensor_is_read_as_torch_reads_it(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
 ) -> None:
-    """With a byte around the values changed, ours gives what torch.load gives, or our error."""
+    """With a byte around the values changed, ours gives what torch.load gives, or our error.
+
+    Of an archive whose own tables are damaged torch makes what chance has it: that is not compared.
+    """
     path = tmp_path_factory.mktemp("damaged")
     value = {"w": torch.arange(64, dtype=torch.int64)}
     save(dict(value), UCVolumeWriter(path), process_group=None, no_dist=True)
@@ -287,8 +290,11 @@ def test_a_byte_changed_around_a_tensor_is_read_as_torch_reads_it(
         got = loaded(UCVolumeReader(path), value)
     except AirError:
         return
-    item = io.BytesIO(bytes(content)[:size])
-    assert torch.equal(got["w"], torch.load(item, map_location="cpu", weights_only=True))
+    assert (got["w"].shape, got["w"].dtype) == ((64,), torch.int64)
+    pickled = range(around.head.index(b"\x80\x02"), around.head.index(b"PK", 2))
+    if at in pickled:
+        item = io.BytesIO(bytes(content)[:size])
+        assert torch.equal(got["w"], torch.load(item, map_location="cpu", weights_only=True))
 
 
 @pytest.mark.parametrize("verify", [False, True])

@@ -5,7 +5,8 @@ recorded step, which takes a look; but most names tell it too. So, in order::
 
     families   names that differ in their numbers alone, as ``epoch=0-step=100.ckpt``; a path and
                its ``.alt`` are one name
-    look       at all of small families and all names without a number; at a sample of large ones
+    look       at all of small families and all names without a number; at a sample of large ones,
+               and at more of those where none of the sample recorded a step
     doubt      where one of a family recorded another step than its name tells: look at them all
     examine    the files, from the newest on, until one is whole, and its marker no garbage
     look on    at those whose names tell as high a step as its own, until there are none left
@@ -30,6 +31,7 @@ from air_lightning.checkpoint.manifest import step_in_name
 from air_lightning.checkpoint.order import SUFFIX, newest_first
 from air_lightning.volumes import path as paths
 
+_BLIND = 64  # of a family in which none has a manifest yet; it may be folders of data, thousands
 _SAMPLE = 4  # more would be more certain; a mount looks them up one after the other
 _AHEAD = 8
 _TOGETHER = 32  # requests on their way at the same time: each is a wait, and hardly any work
@@ -81,6 +83,8 @@ class Search:
     def run(self) -> tuple[CheckpointRecord | None, list[CheckpointRecord]]:
         """Return the newest whole checkpoint, and the newer ones that are not whole."""
         self._look(name for family in self._families for name in _sample(family))
+        silent = [family for family in self._families if not self._records(family)]
+        self._look(name for family in silent for name in family[:_BLIND])
         self._look(name for family in self._families if self._lies(family) for name in family)
         left = [name for family in self._families for name in family if not self._has_seen(name)]
         left.sort(key=lambda name: name.rank, reverse=True)
@@ -101,6 +105,11 @@ class Search:
 
     def _has_seen(self, name: _Name) -> bool:
         return name.directories[0] in self._looked
+
+    def _records(self, family: Sequence[_Name]) -> bool:
+        """Whether one of those looked at has a manifest."""
+        looked = (self._looked.get(path) for name in family for path in name.directories)
+        return any(each is not None and each.manifest is not None for each in looked)
 
     def _lies(self, family: Sequence[_Name]) -> bool:
         for name in family:
