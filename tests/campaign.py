@@ -21,6 +21,7 @@ import collections
 import json
 import os
 import random
+import re
 import shutil
 import sys
 import tempfile
@@ -280,6 +281,10 @@ class Campaign:
 
 def _may_stay(scratch: str, name: str) -> bool:
     """Whether something in the temporary directory is no fault of ours."""
+    if re.fullmatch(r"tmp\w{8}", name):
+        # torch opens some such files to see whether more can be opened, when a worker has died.
+        path = f"{scratch}/{name}"
+        return os.path.isfile(path) and not os.path.getsize(path)
     if name.startswith("air-lightning-cache-"):
         # Killed between making it and owning it; the first start a minute later deletes it.
         return set(os.listdir(f"{scratch}/{name}")) <= {".owner.draft"}
