@@ -1,4 +1,4 @@
-"""What the benchmarks of checkpoints share: turns, measures, and where they write.
+"""What the benchmarks share: turns, measures, and where they write.
 
 Contenders take turns in each round, and none always comes first, so that whatever else the machine
 does meets all of them. Before each turn Python's garbage is collected: else the collector would run
@@ -53,6 +53,17 @@ def medians(found: Rounds) -> dict[str, Record]:
         name: {key: round(median(r[key] for r in records), 4) for key in records[0]}
         for name, records in found.items()
     }
+
+
+def compared(names: Sequence[str], rounds: int, measure: Callable[[str], Any], base: str) -> Any:
+    """The medians of each contender, and their ratios to those of one."""
+    found = medians(in_turns(names, rounds, measure))
+    ratios = {
+        name: {key: round(own[key] / to, 3) for key, to in found[base].items() if to}
+        for name, own in found.items()
+        if name != base
+    }
+    return {"contenders": found, "ratios": ratios}
 
 
 def ratio(found: Rounds, ours: str, other: str, key: str = "s") -> float:

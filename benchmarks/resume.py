@@ -28,13 +28,10 @@ import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from statistics import median
 from typing import Any
 
-HERE = os.path.dirname(os.path.abspath(__file__))
-sys.path.insert(0, os.path.join(os.path.dirname(HERE), "tests", "fuse"))
-
-from slow_mount import Mount, slow_mount  # noqa: E402 - found by the line above
+from common import compared, slow_mount  # first: it says where the next one is found
+from slow_mount import Mount
 
 VOLUME = "/Volumes/main/default/bench"
 OPERATIONS = ("getattr", "readdir", "open", "read")
@@ -119,7 +116,9 @@ def select(args: argparse.Namespace) -> dict[str, Any]:
         for step in range(1, args.checkpoints):
             make_like(folder, step)
         newest = os.path.basename(save_real(folder, args.checkpoints, args.mb))
-        found = rounds(args, list(contenders), "raw", lambda name: measure(name, folder, newest))
+        found = compared(
+            list(contenders), args.rounds, lambda name: measure(name, folder, newest), "raw"
+        )
     medians = found["contenders"]
     added = medians["air"]["seconds"] - medians["raw"]["seconds"]
     return {**found, "added_s": round(added, 3)}
@@ -250,35 +249,14 @@ def start(args: argparse.Namespace) -> dict[str, Any]:
         data = root + VOLUME.removeprefix("/Volumes") + "/data"
         names = (f"{part.name}/{e.name}" for part in os.scandir(data) for e in os.scandir(part))
         delivered = set(sorted(names)[: half * args.batch_size])
-        return rounds(args, ["fresh", "resumed"], "fresh", lambda name: measure(name, root))
+        return compared(
+            ["fresh", "resumed"], args.rounds, lambda name: measure(name, root), "fresh"
+        )
 
 
 def opened(mount: Mount) -> set[str]:
     inside = f"{VOLUME.removeprefix('/Volumes')}/data/"
     return {path.removeprefix(inside) for done, path in mount.calls() if done == "open"}
-
-
-def rounds(
-    args: argparse.Namespace,
-    names: list[str],
-    base: str,
-    measure: Callable[[str], dict[str, float]],
-) -> dict[str, Any]:
-    found: dict[str, list[dict[str, float]]] = {name: [] for name in names}
-    for number in range(args.rounds):
-        for name in names if number % 2 == 0 else names[::-1]:
-            found[name].append(measure(name))
-    medians = {
-        name: {key: round(median(r[key] for r in all_), 4) for key in all_[0]}
-        for name, all_ in found.items()
-    }
-    to = medians[base]
-    ratios = {
-        name: {key: round(value / to[key], 3) for key, value in values.items() if to[key]}
-        for name, values in medians.items()
-        if name != base
-    }
-    return {"contenders": medians, "ratios": ratios}
 
 
 WORKLOADS = {f.__name__: f for f in (select, start)}

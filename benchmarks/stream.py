@@ -23,27 +23,21 @@ import argparse
 import json
 import os
 import shutil
-import sys
 import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from statistics import median
 from typing import Any
 
 import torch
 import torch.utils.data
+from common import compared, slow_mount
 
 import air_lightning
 from air_lightning.data.listing import take_listing
 from air_lightning.volumes.storage import open_storage
-
-HERE = os.path.dirname(os.path.abspath(__file__))
-sys.path.insert(0, os.path.join(os.path.dirname(HERE), "tests", "fuse"))
-
-from slow_mount import slow_mount  # noqa: E402 - found by the line above
 
 LIST_S, ENTRY_S = 0.02, 50e-6
 Contender = Callable[[str, int, int], Any]
@@ -173,7 +167,7 @@ def small(args: argparse.Namespace) -> dict[str, Any]:
         }
 
     with source(args.files, args.kb * 1000) as folder:
-        return rounds(args, list(CONTENDERS), lambda name: measure(name, folder))
+        return compared(list(CONTENDERS), args.rounds, lambda name: measure(name, folder), "torch")
 
 
 def resume(args: argparse.Namespace) -> dict[str, Any]:
@@ -204,7 +198,7 @@ def resume(args: argparse.Namespace) -> dict[str, Any]:
 
     with source(args.files, args.kb * 1000) as folder:
         names = ["fresh", "resumed"]
-        return rounds(args, names, lambda name: measure(name, folder), base="fresh")
+        return compared(names, args.rounds, lambda name: measure(name, folder), "fresh")
 
 
 def large(args: argparse.Namespace) -> dict[str, Any]:
@@ -216,7 +210,7 @@ def large(args: argparse.Namespace) -> dict[str, Any]:
         return {"first_batch_s": first}
 
     with source(args.large_files, 10_000_000) as folder:
-        return rounds(args, list(CONTENDERS), lambda name: measure(name, folder))
+        return compared(list(CONTENDERS), args.rounds, lambda name: measure(name, folder), "torch")
 
 
 def listing(args: argparse.Namespace) -> dict[str, Any]:
@@ -241,7 +235,7 @@ def listing(args: argparse.Namespace) -> dict[str, Any]:
 
     with source(args.listed, 1, folders=100) as folder:
         names = ["plain", "air"]
-        return rounds(args, names, lambda name: measure(name, folder), base="plain")
+        return compared(names, args.rounds, lambda name: measure(name, folder), "plain")
 
 
 def item(args: argparse.Namespace) -> dict[str, Any]:
@@ -261,31 +255,7 @@ def item(args: argparse.Namespace) -> dict[str, Any]:
                 pass
             return {"us_per_item": (time.perf_counter() - began) / count * 1e6}
 
-        many = argparse.Namespace(**{**vars(args), "rounds": 5 * args.rounds})
-        return rounds(many, ["torch", "air"], measure)
-
-
-def rounds(
-    args: argparse.Namespace,
-    names: list[str],
-    measure: Callable[[str], dict[str, float]],
-    base: str = "torch",
-) -> dict[str, Any]:
-    found: dict[str, list[dict[str, float]]] = {name: [] for name in names}
-    for number in range(args.rounds):
-        for name in names if number % 2 == 0 else names[::-1]:
-            found[name].append(measure(name))
-    medians = {
-        name: {key: round(median(r[key] for r in all_), 4) for key in all_[0]}
-        for name, all_ in found.items()
-    }
-    to = medians[base]
-    ratios = {
-        name: {key: round(value / to[key], 3) for key, value in values.items() if to[key]}
-        for name, values in medians.items()
-        if name != base
-    }
-    return {"contenders": medians, "ratios": ratios}
+        return compared(["torch", "air"], 5 * args.rounds, measure, "torch")
 
 
 WORKLOADS = {f.__name__: f for f in (small, resume, large, listing, item)}
