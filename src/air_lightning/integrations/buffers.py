@@ -60,11 +60,19 @@ class Buffers:
         ddp = self._ddp()
         return {"buffers": own, "syncs_buffers": ddp is None or ddp.require_forward_param_sync}
 
+    def go_on(self, *, syncs: bool) -> None:
+        """Let DDP copy rank 0's or not, on all ranks alike: a rank that did alone would hang.
+
+        Args:
+            syncs: Whether it was to do so when the checkpoint was saved.
+        """
+        ddp = self._ddp()
+        if ddp is not None and not syncs:
+            ddp.require_forward_param_sync = False
+
     def restore(self, blob: Mapping[str, Any]) -> None:
         """Put this rank's own back, in the place of rank 0's."""
-        saved, ddp = blob.get("buffers") or {}, self._ddp()
-        if ddp is not None and not blob.get("syncs_buffers", True):
-            ddp.require_forward_param_sync = False
+        saved = blob.get("buffers") or {}
         with torch.no_grad():
             for name, live in self._live().items():
                 if name in saved and saved[name].shape == live.shape:

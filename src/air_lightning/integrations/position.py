@@ -76,6 +76,7 @@ class Origin(NamedTuple):
     stage: Mapping[str, Any] | None  # as stages.py has it
     epoch_done: bool
     put_off: tuple[bool, ...]  # of each ModelCheckpoint: its save waits for a validation
+    syncs_buffers: bool  # whether DDP was to copy rank 0's before the next forward pass
 
     @classmethod
     def of(cls, blob: Mapping[str, Any] | None) -> "Origin | None":
@@ -93,6 +94,7 @@ class Origin(NamedTuple):
             stage=blob.get("stage"),
             epoch_done=bool(blob.get("epoch_done")),
             put_off=tuple(blob.get("put_off") or ()),
+            syncs_buffers=bool(blob.get("syncs_buffers", True)),
         )
 
 
@@ -221,7 +223,7 @@ class Restorer:
             if origin is None or origin.stage is None:
                 self._set_up_and_run()
                 return
-            self._restore_what_is_open(origin.stage, origin.world_size)
+            self._restore_what_is_open(origin, between_epochs=origin.stage["between_epochs"])
             self._stage = dict(origin.stage)
             with stages.begun(self._trainer, self._stage, self._restore_rng):
                 self._set_up_and_run()
@@ -242,11 +244,13 @@ class Restorer:
         restore_ended(loop._combined_loader, has_ended)
         self._run_loop()
 
-    def _restore_what_is_open(self, stage: Mapping[str, Any], world_size: int) -> None:
-        if not self._blob or world_size != self._trainer.world_size:
+    def _restore_what_is_open(self, origin: Origin, *, between_epochs: bool) -> None:
+        if origin.world_size != self._trainer.world_size:
             return
-        within = not stage["between_epochs"]
-        metrics.restore(self._trainer, self._blob["metrics"], within_epoch=within)
+        self.buffers.go_on(syncs=origin.syncs_buffers)
+        if not self._blob:
+            return
+        metrics.restore(self._trainer, self._blob["metrics"], within_epoch=not between_epochs)
         self.gradients.restore(self._blob["gradients"])
         self.buffers.restore(self._blob)
 
