@@ -72,11 +72,13 @@ def test_an_evictor_in_another_process_spares_what_is_noted(cache):
 
 def test_files_are_locked_once_evictions_have_begun(cache):
     """In every process: no stream trusts its notes any more, nor does a new one take any."""
-    row = seen_by(cache.row())
-    assert row.knows(0)
+    row, other = seen_by(cache.row()), cache.row()
+    assert row.knows(1)
+    spared = other.lease(1)
     in_child(lambda: evict_all(cache))
-    assert not row.knows(0)
-    assert row.lease(0) is None
+    assert not row.knows(1)
+    assert os.path.exists(spared.path)
+    assert row.lease(1) is None, "there, but not to be trusted to a note any more"
     assert cache.row() is None
 
 
