@@ -8,9 +8,7 @@ a Trainer's user and a Fabric loop's are told different things.
 
 import io
 import logging
-import pickle
-import zipfile
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,6 +16,7 @@ import torch
 from torch.serialization import get_unsafe_globals_in_checkpoint
 
 from air_lightning.checkpoint.harmless import harmless_names
+from air_lightning.checkpoint.outline import StandIn, outline
 from air_lightning.checkpoint.places import TRAINER_KEY
 from air_lightning.errors import SaveFailedError
 
@@ -125,51 +124,11 @@ def keys_that_need(data: bytes, names: Collection[str]) -> list[Any]:
         Keys of the state, or of the blob where it holds none; none where that cannot be told.
     """
     try:
-        with zipfile.ZipFile(io.BytesIO(data)) as archive:
-            record = next(name for name in archive.namelist() if name.endswith("/data.pkl"))
-            content = _Inert(io.BytesIO(archive.read(record))).load()
+        content = outline(io.BytesIO(data))
         parts = content.get("checkpoint", content)
         return [key for key, part in parts.items() if _refers([part], names)]
     except Exception:  # noqa: BLE001 - a message's detail, never a reason for a save to fail
         return []
-
-
-class _Inert(pickle.Unpickler):
-    """Builds stand-ins for all that a pickle would import."""
-
-    def find_class(self, module: str, name: str, /) -> Any:
-        """A new class that takes whatever a pickle does to it."""
-        return type(name, (_StandIn,), {"names": f"{module}.{name}"})
-
-    def persistent_load(self, _: Any, /) -> Any:
-        """A tensor's bytes, which nobody wants."""
-        return None
-
-
-class _StandIn:
-    names = ""
-
-    def __new__(cls, *parts: Any, **more: Any) -> "_StandIn":
-        made = super().__new__(cls)
-        made.parts = [*parts, *more.values()]
-        return made
-
-    parts: list[Any]
-
-    def __init__(self, *parts: Any, **more: Any) -> None:
-        pass
-
-    def __setstate__(self, state: Any) -> None:
-        self.parts.append(state)
-
-    def __setitem__(self, key: Any, value: Any) -> None:
-        self.parts += (key, value)
-
-    def append(self, value: Any) -> None:
-        self.parts.append(value)
-
-    def extend(self, values: Iterable[Any]) -> None:
-        self.parts.extend(values)
 
 
 def _refers(todo: list[Any], names: Collection[str]) -> bool:
@@ -181,9 +140,9 @@ def _refers(todo: list[Any], names: Collection[str]) -> bool:
             continue
         seen.add(id(item))
         kind = item if isinstance(item, type) else type(item)
-        if issubclass(kind, _StandIn) and kind.names in names:
+        if issubclass(kind, StandIn) and kind.stands_for in names:
             return True
-        if isinstance(item, _StandIn):
+        if isinstance(item, StandIn):
             todo += item.parts
         elif isinstance(item, dict):
             todo += (*item.keys(), *item.values())

@@ -29,8 +29,8 @@ def as_published(records: Iterable[CheckpointRecord]) -> list[CheckpointRecord]:
     """
     found = list(records)
     if any(record.time is None for record in found):
-        return sorted(found, key=_step)
-    return sorted(found, key=lambda record: (record.time or 0.0, _step(record)))
+        return sorted(found, key=step_of)
+    return sorted(found, key=lambda record: (record.time or 0.0, step_of(record)))
 
 
 def newest_first(
@@ -63,8 +63,9 @@ def _successor(
 
 
 def _age(record: CheckpointRecord) -> tuple[int, float, str]:
-    return _step(record), record.time or 0.0, record.path
+    return step_of(record), record.time or 0.0, record.path
 
 
-def _step(record: CheckpointRecord) -> int:
+def step_of(record: CheckpointRecord) -> int:
+    """Its step, -1 where nothing tells it."""
     return -1 if record.step is None else record.step

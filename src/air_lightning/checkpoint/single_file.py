@@ -3,21 +3,16 @@
 A run that moves to this package finds those of before in its directory, and must not start anew
 beside them. A file tells its step only from within, times mean nothing on object stores; what it
 holds is a pickle beside the tensors' bytes. Of that pickle nothing is run, no class is looked up,
-and no tensor is read: whatever is not a plain value becomes a ``_Nothing``.
+and no tensor is read (``outline``).
 """
 
-import io
 import logging
 import math
-import pickle
-import struct
-import zipfile
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, BinaryIO, NamedTuple
-
-from typing_extensions import override
+from typing import Any, NamedTuple
 
 from air_lightning.checkpoint.manifest import is_missing, step_in_name
+from air_lightning.checkpoint.outline import outline
 from air_lightning.errors import AirError
 from air_lightning.volumes import path as paths
 from air_lightning.volumes.base import Entry
@@ -26,7 +21,6 @@ from air_lightning.volumes.storage import Storage, open_storage
 _log = logging.getLogger("air_lightning")
 
 _EXTENSION = ".ckpt"  # of ModelCheckpoint.FILE_EXTENSION
-_LOCAL_HEADER = 30  # bytes before each entry of a zip file, and a name of the length it tells
 _USELESS = 8  # files of other programs may have such names, thousands of them
 
 
@@ -88,7 +82,7 @@ def _named(entries: Iterable[Entry]) -> Iterator[tuple[float, str]]:
 def _step(storage: Storage, name: str) -> int | None:
     try:
         with storage.open_read(name) as stream:
-            outline = _outline(stream)
+            found = outline(stream)
     except (AirError, OSError) as error:
         if isinstance(error, OSError) and is_missing(error):  # a running job keeps the best few
             return None
@@ -99,56 +93,6 @@ def _step(storage: Storage, name: str) -> int | None:
             "Passing over the checkpoint %s: cut short, or another file (%s).", where, error
         )
         return None
-    step = outline.get("global_step") if "optimizer_states" in outline else None
+    is_resumable = isinstance(found, dict) and "optimizer_states" in found
+    step = found.get("global_step") if is_resumable else None
     return step if isinstance(step, int) else None
-
-
-def _outline(stream: BinaryIO) -> dict[str, Any]:
-    """The plain values of the dict that ``torch.save`` wrote."""
-    with zipfile.ZipFile(stream) as archive:
-        # Its directory is at the very end: what can be opened is whole.
-        (entry,) = [x for x in archive.infolist() if x.filename.endswith("/data.pkl")]
-        if entry.compress_type != zipfile.ZIP_STORED:
-            raise ValueError("compressed, as torch.save never does")
-    value = _Outline(io.BytesIO(_stored(stream, entry))).load()
-    return value if isinstance(value, dict) else {}
-
-
-def _stored(stream: BinaryIO, entry: zipfile.ZipInfo) -> bytes:
-    """The bytes of an entry, unchecked: torch can be told to write no true CRC, and reads none."""
-    stream.seek(entry.header_offset)
-    header = stream.read(_LOCAL_HEADER)
-    if header[:4] != b"PK\x03\x04":
-        raise ValueError("its parts are not where its directory says")
-    stream.seek(sum(struct.unpack("<2H", header[-4:])), io.SEEK_CUR)  # a name, and padding
-    return stream.read(entry.file_size)
-
-
-class _Nothing:
-    """Takes the place of every object, and does nothing that a pickle asks of it."""
-
-    def __new__(cls, *_: Any, **__: Any) -> "_Nothing":
-        return super().__new__(cls)
-
-    def __call__(self, *_: Any, **__: Any) -> "_Nothing":
-        return self
-
-    def __setstate__(self, state: Any) -> None: ...
-
-    def __setitem__(self, key: Any, value: Any) -> None: ...
-
-    def append(self, item: Any) -> None: ...
-
-    def extend(self, items: Any) -> None: ...
-
-
-class _Outline(pickle.Unpickler):
-    """Reads a pickle without what its classes and functions are for."""
-
-    @override
-    def find_class(self, module: str, name: str, /) -> Any:
-        return _Nothing
-
-    @override
-    def persistent_load(self, pid: Any, /) -> Any:
-        return None

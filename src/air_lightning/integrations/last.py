@@ -19,8 +19,8 @@ from typing import Any
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
-from air_lightning.checkpoint.catalog import CheckpointRecord, list_root, newest_valid
-from air_lightning.checkpoint.order import newest_first
+from air_lightning.checkpoint.catalog import list_root, newest_valid
+from air_lightning.checkpoint.order import newest_first, step_of
 from air_lightning.checkpoint.single_file import newest_file
 from air_lightning.errors import AirError, CheckpointError
 from air_lightning.integrations.choice import of_rank_zero
@@ -161,10 +161,6 @@ def newest(
     records = newest_first([record for record in found if record is not None], lambda _: True)
     ours = records[0] if records else None
     single = newest_file(listed, storage_options=options)
-    if single is not None and (ours is None or single.step > _step(ours)):
+    if single is not None and (ours is None or single.step > step_of(ours)):
         return single.path, False
     return (None if ours is None else ours.path), ours is not None
-
-
-def _step(record: CheckpointRecord) -> int:
-    return -1 if record.step is None else record.step
