@@ -1,4 +1,4 @@
-"""How long a save stops the training: AirCheckpointIO against Lightning's own, on one state.
+"""How long a save stops the training: AirCheckpointIO against Lightning's own and torch's.
 
 Each round trains the same model once per contender, in turn, so that whatever else the machine
 does meets all of them. Within a training, some steps without a save give the quiet step time;
@@ -12,7 +12,8 @@ Prints one JSON line. Per contender, medians over all saves, in seconds:
 ``complete_s``     from the call to completion: ``.metadata`` is published, or Lightning's executor
                    is idle (Lightning does not fsync)
 
-and ``ratios`` of the same figures to those of Lightning's ``AsyncCheckpointIO``.
+and ``ratios`` of ours to each other contender's. Beside what can save, ``copy`` copies the tensors
+into buffers that it keeps, by torch's ``copy_``, and does no more: the least that a call takes.
 """
 
 import argparse
@@ -28,10 +29,12 @@ from statistics import median
 from typing import Any
 
 import torch
+import torch.distributed.checkpoint as dcp
 from lightning import LightningModule, Trainer, seed_everything
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 from torch import nn
+from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
 from air_lightning import AirCheckpointIO
@@ -118,6 +121,35 @@ class Saves(Callback):
         remove(self._path)
 
 
+class CopyIO(TorchCheckpointIO):
+    """Copies tensors into buffers that it keeps, and makes the directory that is looked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._buffers: list[torch.Tensor] = []
+
+    @override
+    def save_checkpoint(self, checkpoint: Any, path: Any, storage_options: Any = None) -> None:
+        tensors = [leaf for leaf in tree_leaves(checkpoint) if isinstance(leaf, torch.Tensor)]
+        if not self._buffers:
+            self._buffers = [torch.empty_like(tensor) for tensor in tensors]
+        for buffer, tensor in zip(self._buffers, tensors, strict=True):
+            buffer.copy_(tensor)
+        os.mkdir(path)
+
+
+class DcpIO(TorchCheckpointIO):
+    """torch's own asynchronous save, from a thread."""
+
+    last: Any = None
+
+    @override
+    def save_checkpoint(self, checkpoint: Any, path: Any, storage_options: Any = None) -> None:
+        if self.last is not None:
+            self.last.result()
+        self.last = dcp.async_save(checkpoint, checkpoint_id=path, no_dist=True)
+
+
 def published(_trainer: Any, path: str) -> Check:
     return lambda: os.path.exists(os.path.join(path, ".metadata"))
 
@@ -136,6 +168,8 @@ CONTENDERS: dict[str, tuple[Callable[[], Any], Callable[[Any, str], Check]]] = {
     "air": (AirCheckpointIO, published),
     "lightning_async": (lambda: AsyncCheckpointIO(TorchCheckpointIO()), executor_idle),
     "lightning_sync": (TorchCheckpointIO, at_once),
+    "dcp_async": (DcpIO, published),
+    "copy": (CopyIO, at_once),
 }
 
 
@@ -189,7 +223,6 @@ def main() -> None:
         for name in args.contenders[turn:] + args.contenders[:turn]:
             rounds[name].append(measure(name, args))
     found = {name: summary(records) for name, records in rounds.items()}
-    peer = found.get("lightning_async")
     line: dict[str, Any] = {
         "benchmark": "save",
         "state_mb": args.mb,
@@ -198,8 +231,12 @@ def main() -> None:
         "torch": torch.__version__,
         "contenders": found,
     }
-    if peer is not None and "air" in found:
-        line["ratios"] = {key: round(found["air"][key] / peer[key], 3) for key in peer}
+    if "air" in found:
+        line["ratios"] = {
+            name: {key: round(found["air"][key] / value, 3) for key, value in other.items()}
+            for name, other in found.items()
+            if name != "air"
+        }
     print(json.dumps(line))
 
 

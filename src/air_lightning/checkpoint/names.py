@@ -5,16 +5,18 @@ shows in the names. A checkpoint of a compiled model under DDP must load into on
 compiled, or into FSDP2, and back.
 """
 
+import re
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 _WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
+_wrapper_in = re.compile("|".join(sorted(_WRAPPERS))).search
 
 
 def clean(name: str) -> str:
     """Return the name that the parameter has in the module that was wrapped."""
-    if not any(wrapper in name for wrapper in _WRAPPERS):
+    if _wrapper_in(name) is None:
         return name
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 

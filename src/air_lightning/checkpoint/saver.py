@@ -31,9 +31,14 @@ from air_lightning.checkpoint.planner import FailedWriter, first_failure
 from air_lightning.checkpoint.planner import save as save_entries
 from air_lightning.checkpoint.sharing import own_share
 from air_lightning.checkpoint.staging import Stager
+from air_lightning.checkpoint.suspended import no_collections
 from air_lightning.errors import InvalidArgumentError, SaveFailedError
 
 _log = logging.getLogger("air_lightning")
+
+# Of the background's thread. Its Python would take the interpreter's lock from the caller at once,
+# for 5 ms (sys.getswitchinterval) whenever the caller lets go of it on its way back.
+_HEAD_START_S = 0.02
 
 
 @dataclass
@@ -122,7 +127,8 @@ class AsyncSaver:
         begun = time.perf_counter()
         self.wait()
         waited = time.perf_counter()
-        staged, failure = self._stage(entries, unshared, unsure)
+        with no_collections():
+            staged, failure = self._stage(entries, unshared, unsure)
         ended = time.perf_counter()
         stats = SaveStats(ended - begun, ended - waited, 0.0, _nbytes(staged))
         self.stats.append(stats)
@@ -244,6 +250,7 @@ class AsyncSaver:
         stats: SaveStats,
     ) -> None:
         begun = time.perf_counter()
+        time.sleep(_HEAD_START_S)
         error: SaveFailedError | None = None
         try:
             self._write(staged, self._writer(make_writer, failure))

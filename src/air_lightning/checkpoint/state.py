@@ -39,12 +39,9 @@ from air_lightning.checkpoint.places import (
 from air_lightning.checkpoint.restore import read_checkpoint
 from air_lightning.checkpoint.sharing import Alike
 from air_lightning.checkpoint.staging import is_dense
+from air_lightning.checkpoint.suspended import no_collections
 
-__all__ = [
-    "read_checkpoint",
-    "to_entries",
-    "to_keyed_entries",
-]
+__all__ = ["read_checkpoint", "to_entries", "to_keyed_entries"]
 
 
 class Entries(dict[str, "torch.Tensor | SerializedBlob"]):
@@ -99,6 +96,7 @@ def optimizer_names(
     return {number: names[identity] for identity, number in ids.items()}
 
 
+@no_collections()
 def to_entries(
     checkpoint: Mapping[str, Any],
     *,
@@ -143,6 +141,7 @@ def to_entries(
     return _complete(taker, rest, rank, rank_blob)
 
 
+@no_collections()
 def to_keyed_entries(
     state: Mapping[Any, Any],
     *,

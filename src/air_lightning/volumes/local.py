@@ -18,13 +18,14 @@ from typing import BinaryIO, TypeVar
 from air_lightning.errors import StorageError
 from air_lightning.volumes import path as volume_path
 from air_lightning.volumes.base import Entry, FileInfo, Listing
+from air_lightning.volumes.direct import writer_to
 from air_lightning.volumes.mount import MountGuard
 from air_lightning.volumes.reader import FileRanges, RetryingReader
 from air_lightning.volumes.retry import Retry, is_kept, translate
 from air_lightning.volumes.statx import size_and_mtime
 from air_lightning.volumes.transfer import Download, State, Times
 from air_lightning.volumes.walk import Walk, is_circular
-from air_lightning.volumes.writer import GatheringWriter, NamedFile, unmakeable
+from air_lightning.volumes.writer import NamedFile, unmakeable
 
 _logger = logging.getLogger("air_lightning")
 _T = TypeVar("_T")
@@ -130,7 +131,7 @@ class LocalStorage:
         temporary = temporary_name(target)
         file = self._call("create", name, lambda: self._create(temporary, name))
         try:
-            with GatheringWriter(file, buffer_size=_CHUNK) as writer:
+            with writer_to(file, os.path.dirname(temporary), _CHUNK) as writer:
                 yield writer
                 self._finish(name, writer)
             self._publish(name, temporary, target)

@@ -8,7 +8,7 @@ FileNotFoundError, and a run would take the whole volume for deleted, a checkpoi
 import errno
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from typing import TypeVar
 
 _T = TypeVar("_T")
@@ -34,7 +34,7 @@ class MountGuard:
             OSError: ENOTCONN, which is transient: the mount is gone.
         """
         if self._point is None:
-            self._point = _mount_point(self._directory)
+            self._point = _mount_point(self._directory, _mount_points())
         try:
             return action()
         except FileNotFoundError as error:
@@ -47,9 +47,18 @@ class MountGuard:
             raise OSError(errno.ENOTCONN, f"{self._point} is no longer mounted") from cause
 
 
-def _mount_point(directory: str) -> str:
-    """The mount point that a directory lies on; empty where the system does not tell."""
+def file_system_type(directory: str) -> str:
+    """The type of the file system that a directory lies on; empty where the system does not tell.
+
+    Args:
+        directory: An absolute path on this machine.
+    """
     points = _mount_points()
+    return points.get(_mount_point(directory, points), "")
+
+
+def _mount_point(directory: str, points: Container[str]) -> str:
+    """The mount point that a directory lies on; empty where the system does not tell."""
     path = os.path.realpath(directory)
     while path not in points:
         if path == "/":
@@ -58,12 +67,19 @@ def _mount_point(directory: str) -> str:
     return path
 
 
-def _mount_points() -> set[str]:
+def _mount_points() -> dict[str, str]:
+    """The type of the file system at each mount point: the topmost, where several lie there."""
     try:
         with open(_MOUNTS, encoding="utf-8", errors="surrogateescape") as file:
-            return {_unescaped(line.split(" ", 5)[4]) for line in file}
+            return dict(_point_and_type(line) for line in file)
     except OSError:
-        return {"/"}  # no Linux, or no /proc: then a missing file is a missing file
+        return {"/": ""}  # no Linux, or no /proc: then a missing file is a missing file
+
+
+def _point_and_type(line: str) -> tuple[str, str]:
+    # proc_pid_mountinfo(5): optional fields in the middle end with a dash.
+    before, _, after = line.partition(" - ")
+    return _unescaped(before.split(" ", 5)[4]), after.partition(" ")[0]
 
 
 def _unescaped(text: str) -> str:

@@ -1,0 +1,120 @@
+"""Files that are written past the page cache."""
+
+import errno
+import fcntl
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from air_lightning.volumes.direct import BUFFER, DirectWriter, writer_to
+from air_lightning.volumes.mount import file_system_type
+from air_lightning.volumes.storage import open_storage
+from air_lightning.volumes.writer import GatheringWriter, NamedFile
+
+SIZES = st.sampled_from([0, 1, 511, 4096, 5000, BUFFER - 1, BUFFER, BUFFER + 1, 3 * BUFFER + 7])
+
+
+@pytest.fixture
+def on_disk(tmp_path_factory):
+    """A directory on a local disk: the temporary one may be in memory."""
+    places = [tmp_path_factory.mktemp("direct"), Path(__file__).parent]
+    found = [p for p in places if file_system_type(str(p)) in {"ext4", "xfs", "overlay"}]
+    if not found:
+        pytest.skip(f"no local disk at {places}")
+    made = found[0] / f".direct-{os.getpid()}"
+    made.mkdir()
+    yield made
+    for file in made.iterdir():
+        file.unlink()
+    made.rmdir()
+
+
+def new_file(path):
+    path.unlink(missing_ok=True)
+    return NamedFile(str(path), "xb", str(path))
+
+
+def is_cached(path):
+    """Whether the first page of a file is in memory; asks without reading from the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        return os.preadv(handle, [bytearray(1)], 0, os.RWF_NOWAIT) == 1
+    except BlockingIOError:
+        return False
+    finally:
+        os.close(handle)
+
+
+@settings(max_examples=40, deadline=None)
+@given(sizes=st.lists(st.tuples(SIZES, st.booleans(), st.booleans()), max_size=6))
+def test_what_is_written_in_any_pieces_arrives_whole_and_in_order(tmp_path_factory, sizes):
+    """Any sizes, by write or as views, flushed in between or not, give the file they are."""
+    path = tmp_path_factory.mktemp("any") / "a.bin"
+    wanted = bytearray()
+    with DirectWriter(new_file(path)) as writer:
+        for number, (size, as_views, flushes) in enumerate(sizes):
+            piece = bytes([number + 1]) * size
+            wanted += piece
+            if as_views:
+                writer.write_views([memoryview(piece[:7]), memoryview(piece[7:])])
+            else:
+                assert writer.write(piece) == size
+            if flushes:
+                writer.flush()
+                assert path.stat().st_size == len(wanted)
+        writer.flush()
+    assert path.read_bytes() == wanted
+
+
+def test_a_shard_on_a_local_disk_stays_out_of_the_page_cache(on_disk):
+    """Of a large file that storage wrote, nothing is in memory; of a small one, all."""
+    storage = open_storage(f"file://{on_disk}")
+    content = os.urandom(5 * BUFFER + 1000)
+    with storage.open_write("large.bin") as file:
+        file.write(content)
+    with storage.open_write("small.bin") as file:
+        file.write(content[:1000])
+    assert not is_cached(on_disk / "large.bin")
+    assert is_cached(on_disk / "small.bin")
+    assert storage.read_bytes("large.bin") == content
+    assert storage.read_bytes("small.bin") == content[:1000]
+
+
+def test_a_file_system_that_refuses_gets_the_rest_through_the_cache(on_disk):
+    """A write refused for its alignment is repeated without the flag, and so is what follows."""
+    path = on_disk / "b.bin"
+    content = os.urandom(4 * BUFFER)
+    raw = new_file(path)
+    with DirectWriter(raw) as writer:
+        writer.write(content[:BUFFER])
+        assert fcntl.fcntl(raw, fcntl.F_GETFL) & os.O_DIRECT
+        # As after a write that the disk took in part: the next begins within a block.
+        raw.seek(-100, os.SEEK_CUR)
+        writer.write(content[BUFFER : 2 * BUFFER])
+        assert not fcntl.fcntl(raw, fcntl.F_GETFL) & os.O_DIRECT
+        writer.write(content[2 * BUFFER :])
+        writer.flush()
+    assert path.read_bytes() == content[: BUFFER - 100] + content[BUFFER:]
+
+
+def test_an_error_of_the_disk_is_not_taken_for_a_refusal(on_disk, tmp_path):
+    """A full disk raises its own error, at the write that met it."""
+    raw = NamedFile("/dev/full", "wb", str(on_disk / "c.bin"))
+    writer = DirectWriter(raw)
+    with pytest.raises(OSError, match="No space left") as raised:
+        writer.write(bytes(2 * BUFFER))
+    assert raised.value.errno == errno.ENOSPC
+    assert raised.value.filename == str(on_disk / "c.bin")
+    writer.close()
+    assert raw.closed
+
+
+def test_memory_and_mounts_are_written_through_the_cache(tmp_path):
+    """What is no local disk, such as procfs, gets the buffered writer, and no flag."""
+    file = new_file(tmp_path / "d.bin")
+    assert file_system_type("/proc/self") == "proc"
+    with writer_to(file, "/proc/self", 4096) as writer:
+        assert isinstance(writer, GatheringWriter)
