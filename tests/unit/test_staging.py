@@ -5,6 +5,8 @@ import mmap
 import os
 
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from air_lightning.checkpoint.blobs import SerializedBlob
 from air_lightning.checkpoint.staging import Stager, is_dense
@@ -121,6 +123,34 @@ def test_state_that_grows_and_changes_shape_is_followed():
         staged = stager.stage(state)
         assert all(_same(staged[key], value) for key, value in state.items())
         assert staged.keys() == state.keys()
+
+
+BASE = torch.randn(8, dtype=torch.complex64)
+CHANGES = {
+    "same": lambda t: t,
+    "other_memory": lambda t: t.clone(),
+    "other_view": lambda t: t.t() if t.dim() == 2 else t[None],
+    "other_numbers": lambda t: t.mul(2),
+    "conjugated": lambda t: t.conj(),
+    "negated": lambda t: t.conj().imag if t.is_complex() else torch.complex(t, t).conj().imag,
+    "smaller": lambda t: t[:1],
+}
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    changes=st.lists(st.tuples(st.sampled_from("ab"), st.sampled_from(sorted(CHANGES))), max_size=8)
+)
+def test_what_changes_between_saves_is_always_seen(changes):
+    """Whatever becomes of a tensor in place or otherwise, each stage copies what is there now."""
+    stager, state = Stager(), {"a": BASE.clone(), "b": torch.randn(2, 4)}
+    for key, change in [("a", "same"), *changes]:
+        state[key] = CHANGES[change](state[key])
+        for _ in range(3):
+            staged = stager.stage(state)
+            assert all(_same(staged[name], value) for name, value in state.items())
+            for value in state.values():
+                value.add_(1)
 
 
 def test_large_states_are_copied_by_two_threads(monkeypatch):

@@ -35,6 +35,7 @@ _MADV_WIPEONFORK = 18 if sys.platform == "linux" else None  # Linux 4.14; not in
 
 Slab: TypeAlias = "np.ndarray[Any, np.dtype[np.uint8]]"
 _Signature: TypeAlias = tuple[Any, ...]
+_Move: TypeAlias = tuple[int, int, int]  # to, from, bytes
 
 
 class _Source(NamedTuple):
@@ -43,6 +44,7 @@ class _Source(NamedTuple):
     key: str
     tensor: torch.Tensor
     alias: int  # index of the first source that is the same view; its own index if there is none
+    is_made: bool  # whether the tensor was made for the copy, out of one with other bytes
 
 
 class Stager:
@@ -56,6 +58,8 @@ class Stager:
         self._pinned = False
         self._signature: _Signature | None = None
         self._buffers: list[torch.Tensor] = []
+        self._views: list[_Signature] = []
+        self._moves: list[_Move] | None = None
 
     @property
     def nbytes(self) -> int:
@@ -80,14 +84,20 @@ class Stager:
         Returns:
             The same keys in the same order; valid until the next ``stage``.
         """
-        sources = _sources(entries)
-        self._lay_out(sources)
-        _copy(sources, self._buffers)
+        views = _views(entries)
+        if self._moves is not None and views == self._views:
+            _move(self._moves)  # the same bytes of the same tensors as last time
+        else:
+            self._moves = None
+            sources = _sources(entries)
+            self._lay_out(sources)
+            self._moves = _copy(sources, self._buffers)
+            self._views = views
         staged = dict(entries)
-        for source, buffer in zip(sources, self._buffers, strict=True):
-            original = entries[source.key]
+        for (key, *_), buffer in zip(views, self._buffers, strict=True):
+            original = entries[key]
             is_sharded = isinstance(original, DTensor)
-            staged[source.key] = _like_sharded(original, buffer) if is_sharded else buffer
+            staged[key] = _like_sharded(original, buffer) if is_sharded else buffer
         return staged
 
     def _lay_out(self, sources: list[_Source]) -> None:
@@ -137,21 +147,32 @@ def _sources(entries: Mapping[str, Any]) -> list[_Source]:
     for key, value in entries.items():
         if not isinstance(value, torch.Tensor):
             continue
-        tensor = _plain(value)
+        tensor = _local(value).detach()
+        # A conjugated or negated view has other bytes than values.
+        is_made = tensor.is_conj() or tensor.is_neg()
+        if is_made:
+            tensor = tensor.resolve_conj().resolve_neg()
         view = (tensor.data_ptr(), tensor.device, tensor.shape, tensor.stride(), tensor.dtype)
         index = len(sources)
         alias = seen.setdefault(view, index) if tensor.numel() else index
-        sources.append(_Source(key, tensor, alias))
+        sources.append(_Source(key, tensor, alias, is_made))
     return sources
 
 
-def _plain(value: torch.Tensor) -> torch.Tensor:
+def _views(entries: Mapping[str, Any]) -> list[_Signature]:
+    """What tells whether each tensor lies where it lay, in the same form; the key comes first."""
+    views: list[_Signature] = []
+    for key, value in entries.items():
+        if isinstance(value, torch.Tensor):
+            t = _local(value)
+            bits = (t.is_conj(), t.is_neg(), t.is_cpu)
+            views.append((key, t.data_ptr(), t.shape, t.stride(), t.dtype, bits))
+    return views
+
+
+def _local(value: torch.Tensor) -> torch.Tensor:
     # to_local and from_local go through the dispatcher: too slow for thousands of shards.
-    tensor = (value._local_tensor if isinstance(value, DTensor) else value).detach()
-    # A conjugated or negated view has other bytes than values.
-    if tensor.is_conj() or tensor.is_neg():
-        tensor = tensor.resolve_conj().resolve_neg()
-    return tensor
+    return value._local_tensor if isinstance(value, DTensor) else value
 
 
 def _offsets(sources: list[_Source]) -> tuple[list[int], int]:
@@ -173,31 +194,40 @@ def _buffer(like: torch.Tensor, slab: Slab, offset: int) -> torch.Tensor:
     return empty.set_(storage, 0, like.shape, stride)
 
 
-def _copy(sources: list[_Source], buffers: list[torch.Tensor]) -> None:
-    moves: list[tuple[int, int, int]] = []
+def _copy(sources: list[_Source], buffers: list[torch.Tensor]) -> list[_Move] | None:
+    """Copy each source to its buffer.
+
+    Returns:
+        The moves of memory that this took; None where it took more than these.
+    """
+    moves: list[_Move] = []
     devices = set()
+    is_all = True
     for index, (source, buffer) in enumerate(zip(sources, buffers, strict=True)):
         tensor = source.tensor
         if source.alias != index or tensor.numel() == 0:
             continue
         if tensor.is_cpu and tensor.stride() == buffer.stride():
-            moves.append((buffer.data_ptr(), tensor.data_ptr(), tensor.nbytes))
+            moves += _pieces(buffer.data_ptr(), tensor.data_ptr(), tensor.nbytes)
+            is_all &= not source.is_made
             continue
+        is_all = False
         buffer.copy_(tensor, non_blocking=tensor.is_cuda)
         if tensor.is_cuda:
             devices.add(tensor.device)
     _move(moves)
     for device in devices:
         torch.cuda.current_stream(device).synchronize()
+    return moves if is_all else None
 
 
-def _move(moves: list[tuple[int, int, int]]) -> None:
-    """Move blocks of memory ``(to, from, bytes)``; both threads release the GIL while they copy."""
+def _move(moves: list[_Move]) -> None:
+    """Move blocks of memory; both threads release the GIL while they copy."""
     if sum(size for _, _, size in moves) < _HELPED or _cores() < 2:
         for move in moves:
             ctypes.memmove(*move)
         return
-    pieces = list(_pieces(moves))
+    pieces = moves.copy()
     copying = threading.Lock()
     failed: list[BaseException] = []
 
@@ -219,7 +249,7 @@ def _move(moves: list[tuple[int, int, int]]) -> None:
         raise failed[0]
 
 
-def _move_one(pieces: list[tuple[int, int, int]]) -> None:
+def _move_one(pieces: list[_Move]) -> None:
     try:
         piece = pieces.pop()
     except IndexError:  # the other thread took the last one
@@ -227,10 +257,9 @@ def _move_one(pieces: list[tuple[int, int, int]]) -> None:
     ctypes.memmove(*piece)
 
 
-def _pieces(moves: list[tuple[int, int, int]]) -> Iterator[tuple[int, int, int]]:
-    for to, source, size in moves:
-        for start in range(0, size, _PIECE):
-            yield to + start, source + start, min(_PIECE, size - start)
+def _pieces(to: int, source: int, size: int) -> Iterator[_Move]:
+    for start in range(0, size, _PIECE):
+        yield to + start, source + start, min(_PIECE, size - start)
 
 
 def _cores() -> int:

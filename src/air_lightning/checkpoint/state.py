@@ -322,9 +322,9 @@ def _place(value: torch.Tensor, key: str, path: Path, like: str) -> Place:
     stride = None
     if not isinstance(value, DTensor) and not value.is_contiguous() and is_dense(value):
         stride = tuple(value.stride())
-    return Place(
-        key, path, isinstance(value, torch.nn.Parameter), value.requires_grad, stride, like
-    )
+    # The class's own check asks each plain tensor for an attribute that it does not have.
+    is_parameter = type(value) is not torch.Tensor and isinstance(value, torch.nn.Parameter)
+    return Place(key, path, is_parameter, value.requires_grad, stride, like)
 
 
 def _trainer_blob(rest: dict[str, Any], taker: "_Taker", more: Mapping[str, Any]) -> SerializedBlob:
