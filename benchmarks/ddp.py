@@ -7,7 +7,8 @@ with one rank and with two, in turn. The training stands still until a save is c
 
 Prints one JSON line: per number of ranks, medians over all saves of rank 0, in seconds:
 
-``stall_s``     the call: shared out, each rank copies its part
+``first_s``     the call of the first save of a training
+``stall_s``     the call of a later one: shared out, each rank copies its part
 ``complete_s``  from the call until ``.metadata`` is there, by its own time
 ``staged_mb``   what rank 0 staged and wrote
 
@@ -37,7 +38,7 @@ from save import LAYER_STATE_MB, MB, Model
 from air_lightning import AirCheckpointIO
 from ranks import run_ranks
 
-QUIET_STEPS = 2  # the first make the optimizer's state, and memory to stage it
+QUIET_STEPS = 12  # in the first the optimizer's state is made, and memory to stage it
 
 
 class Throttled(LocalFileSystem):
@@ -72,7 +73,7 @@ class Throttled(LocalFileSystem):
 
 
 class Saves(Callback):
-    """Saves after every step from the second on, and waits until it is complete."""
+    """Saves after every step that is not quiet, and waits until it is complete."""
 
     def __init__(self, folder: str, io: AirCheckpointIO) -> None:
         self._folder = folder
@@ -128,7 +129,8 @@ def train(args: argparse.Namespace, ranks: int, folder: str) -> None:
     trainer.fit(model, loader)
     if trainer.global_rank == 0:
         with open(f"{folder}/records", "w") as file:
-            json.dump(saves.records[1:], file)  # the first finds other memory than later ones
+            first, *later = saves.records
+            json.dump([{"first_s": first["stall_s"], **record} for record in later], file)
 
 
 def measure(args: argparse.Namespace, name: str) -> dict[str, float]:
