@@ -9,19 +9,18 @@ import contextlib
 import errno
 import io
 import logging
-import math
 import os
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from datetime import datetime
 from typing import Any, BinaryIO, TypeVar, cast
 
 import fsspec.asyn
 
 from air_lightning.volumes import path as volume_path
-from air_lightning.volumes.base import UNKNOWN_SIZE, Entry, FileInfo, Listing
+from air_lightning.volumes.base import Entry, FileInfo, Listing
 from air_lightning.volumes.filesystem import open_fs
 from air_lightning.volumes.local import not_a_directory
+from air_lightning.volumes.objects import is_hidden, is_marker, is_nameless, mtime_of, size_of
 from air_lightning.volumes.reader import RetryingReader
 from air_lightning.volumes.retry import Retry
 from air_lightning.volumes.streams import cut
@@ -30,7 +29,6 @@ from air_lightning.volumes.transfer import Download, NoRangesError, State, Times
 _logger = logging.getLogger("air_lightning")
 _T = TypeVar("_T")
 
-_MTIME_KEYS = ("mtime", "LastModified", "last_modified", "updated", "modified", "created")
 _BUCKETS = ("s3", "s3a", "gs", "gcs", "abfs", "abfss", "az")
 _PART = 8 << 20  # bytes of one ranged request, in memory
 _IN_MEMORY = 32 << 20  # bytes of an upload that are kept in memory instead of on disk
@@ -81,7 +79,7 @@ class FsspecStorage:
         found = self._call("list", "", lambda: self._fresh().find(self._base, detail=True))
         if not found and not self.exists(""):
             raise FileNotFoundError(f"{self.root} does not exist")
-        listed = {path: info for path, info in found.items() if not _is_marker(path, info)}
+        listed = {path: info for path, info in found.items() if not is_marker(path, info)}
         if list(listed) == [self._base]:
             raise not_a_directory(self.root)
         files = [self._info(path, info) for path, info in listed.items()]
@@ -89,7 +87,7 @@ class FsspecStorage:
         kept = sorted(
             (os.fsencode(info.name), info.size, info.mtime)
             for info in files
-            if not _is_hidden(info.name) and not _is_nameless(info.name)
+            if not is_hidden(info.name) and not is_nameless(info.name)
         )
         return Listing(
             [name for name, _, _ in kept],
@@ -111,7 +109,7 @@ class FsspecStorage:
     def stat(self, name: str) -> FileInfo:
         """See :class:`~air_lightning.volumes.base.Storage`."""
         info = self._call("stat", name, lambda: self._fresh().info(self._path(name)))
-        return FileInfo(name, _size(info), _mtime(info))
+        return FileInfo(name, size_of(info), mtime_of(info))
 
     def exists(self, name: str) -> bool:
         """See :class:`~air_lightning.volumes.base.Storage`."""
@@ -206,7 +204,7 @@ class FsspecStorage:
         def get() -> int:
             self._fs.get_file(path, destination)
             got = os.stat(destination).st_size
-            if got != info.size and _size(self._fresh().info(path)) == info.size:
+            if got != info.size and size_of(self._fresh().info(path)) == info.size:
                 raise OSError(errno.EIO, f"a short read: {got} of {info.size} bytes came")
             return got
 
@@ -232,10 +230,10 @@ class FsspecStorage:
     def _info(self, path: str, info: Mapping[str, Any]) -> FileInfo:
         # One slash: a key may go on with another one, and is another key than the one without it.
         name = path[len(self._base) :].removeprefix("/")
-        return FileInfo(name, _size(info), _mtime(info))
+        return FileInfo(name, size_of(info), mtime_of(info))
 
     def _tell_nameless(self, names: Iterable[str]) -> None:
-        nameless = [name for name in names if _is_nameless(name)]
+        nameless = [name for name in names if is_nameless(name)]
         if nameless:
             _logger.warning(
                 "Left out %d keys below %s with an empty segment, as %r, which is no path of a "
@@ -306,7 +304,7 @@ class _Stream:
     def state(self) -> State:
         self._fs.invalidate_cache()
         info = self._fs.info(self._path)
-        return State(_size(info), _mtime(info))
+        return State(size_of(info), mtime_of(info))
 
     def close(self) -> None:
         pass
@@ -339,34 +337,3 @@ def _on_disk(spool: Any) -> Iterator[str | None]:
         return
     spool.flush()
     yield f"/proc/self/fd/{spool.fileno()}"
-
-
-def _is_marker(path: str, info: Mapping[str, Any]) -> bool:
-    """Whether a key stands for a folder, as consoles of object stores write them: no file."""
-    return path.endswith("/") or info.get("type") == "directory"
-
-
-def _is_hidden(name: str) -> bool:
-    """Whether a segment starts with a dot; thus no name with '..' leaves this module either."""
-    return not name or any(segment.startswith(".") for segment in name.split("/"))
-
-
-def _is_nameless(name: str) -> bool:
-    """Whether a segment is empty: on local disk ``a//b`` would be ``a/b``, which is another key."""
-    return "//" in name or name.startswith("/")
-
-
-def _size(info: Mapping[str, Any]) -> int:
-    size = info.get("size")
-    return UNKNOWN_SIZE if size is None else int(size)
-
-
-def _mtime(info: Mapping[str, Any]) -> float:
-    when = next((info[key] for key in _MTIME_KEYS if info.get(key) is not None), 0.0)
-    if isinstance(when, datetime):
-        return when.timestamp()
-    if isinstance(when, str):
-        with contextlib.suppress(ValueError):
-            return datetime.fromisoformat(when.replace("Z", "+00:00")).timestamp()
-        return 0.0
-    return float(when) if math.isfinite(when) else 0.0
