@@ -141,6 +141,31 @@ def test_threads_are_as_many_as_wait_at_the_same_time():
     assert threading.active_count() == before
 
 
+def held(turns, **options):
+    """A thread that holds still as a worker does."""
+    thread = threading.Thread(target=turns.hold, kwargs=options)
+    thread.start()
+    return thread
+
+
+def test_other_workers_hold_still_until_the_first_batch_is_here_or_all_are_forked():
+    """Or, where neither comes, until their patience ends."""
+    waits = [Turns(2, 8), Turns(2, 8)]
+    threads = [held(turns, patience_s=60) for turns in waits]
+    download = waits[0].turn(0, 0).under_way
+    for _ in range(7):
+        with download(1):
+            pass
+    threads[0].join(0.05)
+    assert all(thread.is_alive() for thread in threads)
+    with download(1):
+        pass
+    waits[1].begin()
+    for thread in [*threads, held(Turns(2, 8), patience_s=0.01)]:
+        thread.join(10)
+        assert not thread.is_alive()
+
+
 def test_slots_grow_with_what_arrives():
     """A store that answers slowly, but many at a time, is asked for many."""
     turn = Turns(1, 8).turn(0, 0)
