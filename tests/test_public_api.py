@@ -70,3 +70,20 @@ def test_import_is_light() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.timeout(60)
+def test_a_worker_imports_nothing_that_its_loader_could_have_imported(tmp_path) -> None:
+    """What every one of many workers would import by itself, the training process has imported."""
+    (tmp_path / "file").write_bytes(b"1")
+    code = (
+        "import sys, air_lightning\n"
+        "def imported(path):\n"
+        "    return ','.join(sys.modules)\n"
+        f"files = air_lightning.UCVolumeDataset('file://{tmp_path}')\n"
+        "loader = air_lightning.DataLoader(files.map(imported), num_workers=1)\n"
+        "[there] = next(iter(loader))\n"
+        "print(sorted(set(there.split(',')) - set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

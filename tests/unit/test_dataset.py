@@ -553,12 +553,12 @@ def test_a_dataset_that_is_pickled_says_what_to_do_instead(volume):
 
 
 def test_a_deep_read_ahead_takes_a_bounded_number_of_threads(volume):
-    """A depth of a thousand files starts 64 threads a stream, and delivers every file."""
+    """A depth of a thousand files starts 64 threads a stream at most, and delivers every file."""
     volume.write(200)
     before = threading.active_count()
     passing = iter(UCVolumeDataset(volume.path, read_ahead=1024))
     first = read(next(passing))
-    assert threading.active_count() - before == 64
+    assert 0 < threading.active_count() - before <= 64
     assert sorted([first, *map(read, passing)]) == numbers(200)
 
 

@@ -28,6 +28,7 @@ from air_lightning.data.dataset import UCVolumeDataset
 from air_lightning.data.loader import DataLoader
 from air_lightning.data.stream import Grid, current_grid
 from air_lightning.data.worker import Delivered, Standing
+from air_lightning.data.workers import StartInTurn
 from air_lightning.errors import (
     EmptyVolumeError,
     GridMismatchError,
@@ -964,3 +965,24 @@ def test_the_worker_whose_batch_is_needed_first_starts_first():
     assert [batch.tolist() for batch in resumed] == whole[5:]
     zero, one, two = (worker.pid for worker in resumed._iterator._workers)
     assert two < zero < one
+
+
+def test_a_worker_that_holds_still_outlives_the_signal_that_its_job_gets():
+    """The training process ends its step first; a worker that died in its start would fail it."""
+    memory = multiprocessing.get_context("fork")
+    holds, go_on = memory.Event(), memory.Event()
+
+    def hold() -> None:
+        holds.set()
+        go_on.wait(30)
+
+    context = StartInTurn(2, 0, hold)
+    workers = [context.Process(target=print, args=("started",)) for _ in range(2)]
+    for worker in workers:
+        worker.start()
+    assert holds.wait(30)
+    os.kill(workers[1].pid, signal.SIGTERM)
+    go_on.set()
+    for worker in workers:
+        worker.join(30)
+        assert worker.exitcode == 0

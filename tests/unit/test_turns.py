@@ -104,6 +104,68 @@ def test_a_worker_that_learns_its_first_sizes_keeps_its_turn():
         download.__exit__(None, None, None)
 
 
+def test_a_worker_whose_turn_has_not_come_has_one_thread():
+    """However many files it is to read ahead; with a free slot all of them come."""
+    turns = Turns(2, 8)
+    first, second = turns.turn(0, 0), turns.turn(1, 0)
+    with on_their_way(first, *[1] * FIRST_SLOTS):
+        before = threading.active_count()
+        pool, tasks = Pool(16, Budget(1 << 30), second), [Task(n, 1, 1) for n in range(16)]
+        for task in tasks:
+            task.action = lambda: Lease("here")
+            pool.submit(task)
+        assert threading.active_count() == before + 1
+    assert {task.future.result(10).path for task in tasks} == {"here"}
+    pool.close()
+
+
+def test_threads_are_as_many_as_wait_at_the_same_time():
+    """Each download that waits has one; those that come after them have the same threads."""
+    here, go_on = threading.Barrier(9), threading.Event()
+
+    def download():
+        here.wait(10)
+        go_on.wait(10)
+        return Lease("here")
+
+    before = threading.active_count()
+    pool, tasks = Pool(8), [Task(n, 0, 1) for n in range(12)]
+    for task in tasks:
+        task.action = download if task.number < 8 else lambda: Lease("here")
+        pool.submit(task)
+    here.wait(10)
+    assert threading.active_count() == before + 8
+    go_on.set()
+    assert {task.future.result(10).path for task in tasks} == {"here"}
+    pool.close()
+    assert threading.active_count() == before
+
+
+def held(turns, **options):
+    """A thread that holds still as a worker does."""
+    thread = threading.Thread(target=turns.hold, kwargs=options)
+    thread.start()
+    return thread
+
+
+def test_other_workers_hold_still_until_the_first_batch_is_here_or_all_are_forked():
+    """Or, where neither comes, until their patience ends."""
+    waits = [Turns(2, 8), Turns(2, 8)]
+    threads = [held(turns, patience_s=60) for turns in waits]
+    download = waits[0].turn(0, 0).under_way
+    for _ in range(7):
+        with download(1):
+            pass
+    threads[0].join(0.05)
+    assert all(thread.is_alive() for thread in threads)
+    with download(1):
+        pass
+    waits[1].begin()
+    for thread in [*threads, held(Turns(2, 8), patience_s=0.01)]:
+        thread.join(10)
+        assert not thread.is_alive()
+
+
 def test_slots_grow_with_what_arrives():
     """A store that answers slowly, but many at a time, is asked for many."""
     turn = Turns(1, 8).turn(0, 0)

@@ -7,7 +7,7 @@ import contextlib
 import random
 from collections.abc import Callable, Iterator
 
-import numpy as np
+import numpy.random as np_random  # else it is imported at its first use: once in each worker
 import torch
 
 
@@ -15,7 +15,7 @@ def seed_generators(seed: int) -> None:
     """Seed Python's, NumPy's and torch's CPU generator with an unsigned 64-bit number."""
     random.seed(seed)
     # Both are the same generator: without a third word NumPy would draw what Python draws.
-    np.random.seed([seed & 0xFFFFFFFF, seed >> 32, 1])
+    np_random.seed([seed & 0xFFFFFFFF, seed >> 32, 1])
     # Not torch.manual_seed: per batch, it would queue a seeding of CUDA, stack trace included.
     torch.default_generator.manual_seed(seed)
 
@@ -51,11 +51,11 @@ def without_trace() -> Iterator[None]:
 
 def _taken() -> Callable[[], None]:
     """The generators as they are now: a function that puts them back."""
-    python, numpy, torch_cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    python, numpy, torch_cpu = random.getstate(), np_random.get_state(), torch.get_rng_state()
 
     def give_back() -> None:
         random.setstate(python)
-        np.random.set_state(numpy)
+        np_random.set_state(numpy)
         torch.set_rng_state(torch_cpu)
 
     return give_back

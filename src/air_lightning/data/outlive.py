@@ -23,10 +23,16 @@ def outliving(init: Callable[[int], None]) -> Callable[[int], None]:
     return functools.partial(_start_worker, init)
 
 
-def _start_worker(init: Callable[[int], None], worker: int) -> None:
+def block_termination() -> None:
+    """Leave the signal to what ``outliving`` starts later: for a worker that waits before that."""
     if hasattr(signal, "sigtimedwait"):
-        # Before any thread is started: those would else take the signal, and end the process.
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+
+
+def _start_worker(init: Callable[[int], None], worker: int) -> None:
+    # Before any thread is started: those would else take the signal, and end the process.
+    block_termination()
+    if hasattr(signal, "sigtimedwait"):
         threading.Thread(
             target=_obey, args=(os.getppid(),), name="air-lightning-term", daemon=True
         ).start()

@@ -1,8 +1,10 @@
 """The threads that download one stream's files, in the stream's order.
 
 A task's way: its file enters the stream's budget (budget.py), waits until its batch may be
-downloaded (turns.py), and runs. Threads start in the process that iterates (threads do not survive
-a fork), as many as there are files to wait for, 64 at most.
+downloaded (turns.py), and runs. One thread at a time is at this gate: whoever passes it lets the
+next one start, while there are files to wait for, 64 at most. So a worker whose turn has not come
+has one thread, and takes no processor from those that make the first batch. Threads start in the
+process that iterates: they do not survive a fork.
 """
 
 import contextlib
@@ -95,25 +97,22 @@ class Pool:
         self._turn = turn
         self._tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
         self._in_order = threading.Lock()
+        self._staff = threading.Lock()
         self._threads: list[threading.Thread] = []
+        self._free = 0  # threads that are at the gate, or on their way to it
+        self._dismissed = False
 
     def submit(self, task: Task) -> None:
         """Run a task after those that were submitted before."""
         self._tasks.put(task)
-        if len(self._threads) < self._size:
-            thread = threading.Thread(
-                target=_work,
-                args=(self._tasks, self._in_order, self._budget, self._turn),
-                name="air-read-ahead",
-                daemon=True,
-            )
-            self._threads.append(thread)
-            thread.start()
+        with self._staff:
+            self._start_if_needed()
 
     def dismiss(self) -> None:
         """Let the threads end when their tasks are done."""
-        for _ in self._threads:
-            self._tasks.put(None)
+        with self._staff:
+            self._dismissed = True
+        self._tasks.put(None)
 
     def close(self) -> None:
         """End the threads, if what they are at lets them."""
@@ -124,28 +123,50 @@ class Pool:
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
 
+    def _start_if_needed(self) -> None:
+        """Let one more thread start, if a task would otherwise wait for a thread alone."""
+        enough = self._free or self._dismissed or self._tasks.empty()
+        if enough or len(self._threads) == self._size:
+            return
+        thread = threading.Thread(target=self._work, name="air-read-ahead", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:
+            if not self._threads:
+                raise
+            return  # this machine has no more: those that there are do it
+        self._threads.append(thread)
+        self._free += 1
 
-def _work(
-    tasks: "queue.SimpleQueue[Task | None]",
-    in_order: threading.Lock,
-    budget: Budget | None,
-    turn: Turn | None,
-) -> None:
-    while True:
-        with in_order:  # else a thread that overtakes another would be given its turn
-            task = tasks.get()
+    def _work(self) -> None:
+        while (passed := self._pass_gate()) is not None:
+            with self._staff:
+                self._free -= 1
+                self._start_if_needed()
+            task, size = passed
+            del passed
+            if task.future.set_running_or_notify_cancel():
+                _run(task, size, self._budget, self._turn)
+            elif self._budget is not None:
+                self._budget.leave(task.number)
+            del task  # else it is kept alive, with its lease, until the next one comes
+            with self._staff:
+                self._free += 1
+
+    def _pass_gate(self) -> tuple[Task, int] | None:
+        """The next task, when it may run, and the bytes it is taken to have; None at the end."""
+        with self._in_order:  # else a thread that overtakes another would be given its turn
+            task = self._tasks.get()
             if task is None:
-                return
-            if turn is not None:
-                turn.announce(task.batch)
-            size = task.size or 0 if budget is None else budget.enter(task.number, task.size)
-            if turn is not None:
-                turn.wait(task.batch, size, task.future.cancelled)
-        if task.future.set_running_or_notify_cancel():
-            _run(task, size, budget, turn)
-        elif budget is not None:
-            budget.leave(task.number)
-        del task  # else it is kept alive, with its lease, until the next one comes
+                self._tasks.put(None)  # for the next thread
+                return None
+            if self._turn is not None:
+                self._turn.announce(task.batch)
+            budget, size = self._budget, task.size
+            size = size or 0 if budget is None else budget.enter(task.number, size)
+            if self._turn is not None:
+                self._turn.wait(task.batch, size, task.future.cancelled)
+            return task, size
 
 
 def _run(task: Task, size: int, budget: Budget | None, turn: Turn | None) -> None:

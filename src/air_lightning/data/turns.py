@@ -37,6 +37,7 @@ _GROWTH = 16  # bytes that have to arrive for one more to be on its way: later b
 # bandwidth of the first one otherwise
 _POLL_S = (0.001, 0.02)
 _PATIENCE_S = 20.0  # after which a download starts anyhow, whatever the rows say
+_HOLD_S = 0.3  # where the first batch takes longer, or many forks do, others lose more by waiting
 
 
 class Turns:
@@ -50,13 +51,31 @@ class Turns:
     def __init__(self, workers: int, batch_size: int) -> None:
         self._workers = workers
         self._batch_size = batch_size
-        memory = mmap.mmap(-1, workers * 5 * 8)
-        self._rows = np.frombuffer(memory, dtype=np.int64).reshape(workers, 5)
+        cells = np.frombuffer(mmap.mmap(-1, (workers * 5 + 1) * 8), dtype=np.int64)
+        self._rows = cells[:-1].reshape(workers, 5)
         self._rows[:, _WAITS_FOR] = _NOTHING
+        self._begun = cells[-1:]
 
     def turn(self, worker: int, first: int) -> "Turn":
         """The view of one worker, in its own process; the first batch is that of ``first``."""
         return Turn(self._rows, worker, (worker - first) % self._workers, self._batch_size)
+
+    def begin(self) -> None:
+        """Say that all workers have been forked, and asked for their first batches."""
+        self._begun[0] = 1
+
+    def hold(self, *, patience_s: float = _HOLD_S) -> None:
+        """Wait until all workers have been forked, or the files of the first batch are here.
+
+        Args:
+            patience_s: Seconds after which the wait is over anyhow.
+        """
+        deadline = time.monotonic() + patience_s
+        enough = min(self._batch_size, FIRST_SLOTS)
+        while not self._begun[0] and self._rows[:, _ARRIVED].sum() < enough:
+            if time.monotonic() > deadline:
+                break
+            time.sleep(_poll_s(self._workers))
 
 
 class Turn:
@@ -75,7 +94,7 @@ class Turn:
         self._place = place
         self.batch_size = batch_size
         self._lock = threading.Lock()
-        self._poll_s = min(max(_POLL_S[0], len(rows) * 0.0005), _POLL_S[1])
+        self._poll_s = _poll_s(len(rows))
 
     def batch(self, number: int) -> int:
         """Which of the pass's batches the worker's file of this number belongs to."""
@@ -142,6 +161,10 @@ class Turn:
             self._mine[_BYTES] += size
             self._mine[_ARRIVED] += arrived
             self._mine[_ARRIVED_BYTES] += arrived_bytes
+
+
+def _poll_s(workers: int) -> float:
+    return min(max(_POLL_S[0], workers * 0.0005), _POLL_S[1])
 
 
 class _Here(NamedTuple):

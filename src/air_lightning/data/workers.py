@@ -6,6 +6,7 @@ wrapped in the loader itself, which Lightning re-creates from its arguments.
 """
 
 import copy
+import functools
 from collections.abc import Callable
 from multiprocessing.context import ForkContext
 from multiprocessing.process import BaseProcess
@@ -15,7 +16,7 @@ import torch
 from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
 
 from air_lightning.data.counters import Counters
-from air_lightning.data.outlive import outliving
+from air_lightning.data.outlive import block_termination, outliving
 from air_lightning.data.passes import RoundRobinIter
 from air_lightning.data.progress import Position
 from air_lightning.data.timing import sending_paused
@@ -27,20 +28,24 @@ class StartInTurn(ForkContext):
     """Starts processes when all are there, the one first whose batch is needed first.
 
     A fork of a large process takes tens of milliseconds. In the order of their numbers, a resume
-    whose first batch comes from the last of 48 workers would wait for all the others.
+    whose first batch comes from the last of 48 workers would wait for all the others. These do
+    nothing yet: on few processors, the first worker and the forks would wait for them.
 
     Args:
         count: How many processes there will be.
         first: The number of the first one.
+        hold: What all others do before anything else.
     """
 
-    def __init__(self, count: int, first: int) -> None:
+    def __init__(self, count: int, first: int, hold: Callable[[], None]) -> None:
         super().__init__()
-        self._count, self._first = count, first
+        self._count, self._first, self._hold = count, first, hold
         self._made: list[Any] = []
 
     def Process(self, *args: Any, **kwargs: Any) -> BaseProcess:  # type: ignore[override] # noqa: N802 - the name of the class that it stands for
         """A process whose ``start`` waits for the last one's."""
+        if len(self._made) != self._first:
+            kwargs["target"] = functools.partial(_run_held, self._hold, kwargs["target"])
         process: Any = super().Process(*args, **kwargs)
         self._made.append(process)
         process.start = self._start_last if len(self._made) == self._count else _later
@@ -55,6 +60,12 @@ class StartInTurn(ForkContext):
 
 def _later() -> None:
     """Start nothing: the last one starts all."""
+
+
+def _run_held(hold: Callable[[], None], target: Callable[..., Any], *args: Any) -> None:
+    block_termination()
+    hold()
+    target(*args)
 
 
 class Pooled:
@@ -82,26 +93,32 @@ class Pooled:
         if self._iterator is not None:
             self._iterator._reset(self)
             return self._iterator
-        view = self._equipped(self._side, position, seed)
-        if self.num_workers == 0:
+        workers, first = self.num_workers, position.next_worker
+        turns = Turns(workers, self.batch_size or 1) if workers else None
+        view = self._equipped(self._side, position, seed, turns)
+        if turns is None:
             return _SingleProcessDataLoaderIter(view)
         self.check_worker_number_rationality()
-        view.multiprocessing_context = StartInTurn(self.num_workers, position.next_worker)
-        with sending_paused():
-            self._iterator = RoundRobinIter(view, position.next_worker)
+        view.multiprocessing_context = StartInTurn(workers, first, turns.hold)
+        try:
+            with sending_paused():
+                self._iterator = RoundRobinIter(view, first)
+        finally:
+            turns.begin()
         return self._iterator
 
-    def _equipped(self, side: WorkerSide, position: Position, seed: int) -> Any:
+    def _equipped(
+        self, side: WorkerSide, position: Position, seed: int, turns: Turns | None
+    ) -> Any:
         # Without workers the dataset is as alive as a live worker's, unless a state was loaded.
         tell = self.num_workers > 0 or position.loaded is not None
         standings, before = (position.known, position.before) if tell else ({}, ())
-        workers = self.num_workers
         side.equip(
             self.collate_fn,
             self.worker_init_fn,
             standings,
             before,
-            turns=Turns(workers, self.batch_size or 1) if workers else None,
+            turns=turns,
             first_worker=position.next_worker,
         )
         init = outliving(self._counting().starting(side.init))
