@@ -1,13 +1,18 @@
 """A note in shared memory keeps a file as a lock does, until evictions begin; then locks do."""
 
+import itertools
 import os
 import tempfile
 from collections import Counter
 from pathlib import Path
 
+import numpy as np
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from air_lightning import DataLoader, UCVolumeDataset
+from air_lightning.data.ahead import ReadAhead
 from air_lightning.data.cache import FileCache
 from air_lightning.data.listing import take_listing
 from air_lightning.data.notes import _ROWS
@@ -116,6 +121,49 @@ def test_a_file_that_others_removed_is_not_leased(cache):
     os.unlink(row.lease(3).path)
     assert row.lease(3) is None
     assert not row.knows(3)
+
+
+@given(here=st.sets(st.integers(0, FILES - 1)), asked=st.lists(st.integers(0, FILES - 1)))
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+def test_what_is_known_from_the_first_on_is_what_is_known_of_each(cache, here, asked):
+    """As many as would be found one by one, before the first that is not."""
+    row = cache.row()
+    for index in range(FILES):
+        row._notes.present[index] = index in here
+    one_by_one = list(itertools.takewhile(row.knows, asked))
+    assert row.known(np.array(asked, dtype=np.int64)) == len(one_by_one)
+    row.free()
+
+
+def test_a_file_that_is_missing_among_noted_ones_is_read_ahead(cache, files):
+    """Before its turn, by as many files as are read ahead elsewhere."""
+    row = seen_by(cache.row())
+    os.unlink(row.lease(FILES - 1).path)
+    assert row.lease(FILES - 1) is None
+    row.free()
+    ahead = ReadAhead(cache, files, range(FILES), depth=2)
+    ahead.start()
+    for index in range(FILES - 2):
+        assert ahead.take().path == cache.place(files[index])
+    ahead._ahead[-1].task.future.result(timeout=60)
+    assert os.path.exists(cache.place(files[FILES - 1]))
+    ahead.close()
+
+
+def test_evictions_that_begin_in_the_middle_of_noted_files_lose_none(cache, files):
+    """The others are looked for from then on, and come in order, whole and locked."""
+    seen_by(cache.row()).free()
+    ahead = ReadAhead(cache, files, range(FILES), depth=2)
+    ahead.start()
+    assert ahead.take().path == cache.place(files[0])
+    assert in_child(lambda: evict_all(cache)) == FILES - 1
+    for index in range(1, FILES):
+        lease = ahead.take()
+        assert Path(lease.path).read_text() == Path(files[index].name).stem.ljust(8, ".")
+        while cache._evictor.free_up(1):
+            assert os.path.exists(lease.path)
+        lease.close()
+    ahead.close()
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])

@@ -2,7 +2,8 @@
 
 A file's way::
 
-    look       in the cache already: seen, and not held before its turn
+    note       noted to be here, and all those after it for a while: taken at once   notes.py
+    look       else in the cache already: seen, and not held before its turn
     queue      else a task for this process's threads, in the stream's order          pool.py
     fetch      size and time are asked for where the listing did not give them        cache.py
     take       in order, noted or locked; an error surfaces at its own file,   notes.py, leases.py
@@ -16,9 +17,12 @@ import os
 import resource
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Sequence
 from concurrent.futures import Future, wait
 
+import numpy as np
+
+from air_lightning.data import forks
 from air_lightning.data.budget import Budget
 from air_lightning.data.cache import FileCache, is_shortage
 from air_lightning.data.counters import bound
@@ -26,6 +30,7 @@ from air_lightning.data.leases import Lease
 from air_lightning.data.listing import FileList
 from air_lightning.data.notes import Row
 from air_lightning.data.pool import Pool, Task
+from air_lightning.data.stream import Indices
 from air_lightning.data.turns import current_turn
 from air_lightning.errors import AirError
 from air_lightning.volumes.base import UNKNOWN_SIZE
@@ -35,6 +40,7 @@ MAX_DEPTH = 1024  # files; each one that was downloaded ahead takes a file descr
 STALL_S = 300.0
 """Seconds without a byte after which a download counts as failed."""
 
+_LOOK_FILES = 4 * MAX_DEPTH  # that a stream looks for in the notes at a time
 _LOOK_S = 5.0  # between two looks at a download that is waited for
 _SHARE = 4  # of the files that a process may still open, one in so many is for what is ahead
 
@@ -71,22 +77,25 @@ class ReadAhead:
         self,
         cache: FileCache,
         files: FileList,
-        indices: Iterable[int],
+        indices: Sequence[int] | Indices,
         *,
         depth: int,
         max_bytes: int = MAX_BYTES,
         stall_s: float = STALL_S,
     ) -> None:
         self._closed = False
-        self._pid = os.getpid()
+        self._process, self._pid = forks.process, os.getpid()
         self._cache = cache
         self._files = files
-        self._indices = iter(indices)
+        self._indices = np.asarray(indices, dtype=np.int64)
+        # A view that gives Python's own numbers: NumPy's cost more than the rest of a look-up.
+        self._numbers = self._indices.data
         may_open = _may_open()
         self._depth = min(depth, may_open // _SHARE)
         self._stall_s = stall_s
         self._ahead: deque[_File] = deque()
         self._started = 0
+        self._known_to = 0
         self._put_off = False
         self._turn = current_turn()
         self._row = cache.row()
@@ -105,7 +114,8 @@ class ReadAhead:
 
     def start(self) -> None:
         """Begin to download, before the first file is asked for."""
-        if self._depth:
+        self._look()
+        if self._depth and self._started == self._known_to:
             self._fill(self._depth + 1)
 
     def take(self) -> Lease:
@@ -117,6 +127,9 @@ class ReadAhead:
         """
         self._check_process()
         if not self._ahead:
+            noted = self._take_known()
+            if noted is not None:
+                return noted
             self._append()
         file = self._ahead.popleft()
         short = file.fell_short()
@@ -150,7 +163,7 @@ class ReadAhead:
 
     def close(self) -> None:
         """Stop: nothing more is downloaded, and what was is free to be evicted."""
-        if self._closed or os.getpid() != self._pid:
+        if self._closed or forks.process is not self._process:
             return  # a forked child's copy: threads, leases and locks are its parent's
         self._closed = True
         for file in self._ahead:
@@ -162,12 +175,33 @@ class ReadAhead:
             self._row.free()
 
     def _check_process(self) -> None:
-        if os.getpid() != self._pid:
+        if forks.process is not self._process:
             raise AirError(
                 f"This process ({os.getpid()}) went on with an iterator that its parent "
                 f"({self._pid}) had begun: the downloads, and the files that they made, are the "
                 "parent's. Call iter() on the dataset in the child, or iterate in the parent only."
             )
+
+    def _take_known(self) -> Lease | None:
+        """The next file if it and those after it are in the cache: there is nothing to prepare."""
+        if self._started == self._known_to:
+            self._look()
+        if self._row is None or self._started == self._known_to:
+            return None
+        lease = self._row.lease(self._numbers[self._started])
+        if lease is None:
+            self._known_to = self._started
+        else:
+            self._started += 1
+        return lease
+
+    def _look(self) -> None:
+        """See how far files are in the cache; stops short of one that is not by the depth."""
+        if self._row is not None:
+            began, ended = self._started, self._started + _LOOK_FILES
+            ended = began + self._row.known(self._indices[began:ended])
+            whole = ended == len(self._indices)
+            self._known_to = ended if whole else max(began, ended - self._depth)
 
     def _fill(self, count: int) -> None:
         """Have so many files ahead, if there is room for them."""
@@ -177,10 +211,9 @@ class ReadAhead:
             pass
 
     def _append(self) -> bool:
-        index = next(self._indices, None)
-        if index is None:
+        if self._started == len(self._numbers):
             return False
-        self._ahead.append(self._begin(index))
+        self._ahead.append(self._begin(self._numbers[self._started]))
         return True
 
     def _begin(self, index: int) -> _File:

@@ -240,7 +240,7 @@ class UCVolumeDataset(IterableDataset[str]):
             transform: Gets the local path; where it fails, the file counts as bad.
         """
         current = self._begin()
-        indices = map(int, current.indices[current.delivered :])
+        indices = current.indices[current.delivered :]
         ahead = ReadAhead(self._cache, self._files, indices, depth=self._depth())
         # Before the first item is asked for: workers are asked only when all have been forked.
         ahead.start()

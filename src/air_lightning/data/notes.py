@@ -18,8 +18,12 @@ import os
 import time
 from collections.abc import Callable
 
+import numpy as np
+
+from air_lightning.data import forks
 from air_lightning.data.counters import CACHE_HITS, count
 from air_lightning.data.leases import Lease
+from air_lightning.data.stream import Indices
 
 _ROWS = 1024  # streams at a time; those of killed processes stay taken
 _LOCK = ".rows"
@@ -85,16 +89,24 @@ class Row(Lease):
         number: Of the row.
     """
 
-    __slots__ = ("_notes", "_number")
+    __slots__ = ("_notes", "_number", "_process")
 
     def __init__(self, notes: Notes, number: int) -> None:
         super().__init__("")
         self._notes = notes
         self._number = number
+        self._process = forks.process
 
     def knows(self, file: int) -> bool:
         """Whether a file was seen in the cache, and nothing has been evicted since."""
         return bool(self._notes.present[file]) and not self._notes.evicting[0]
+
+    def known(self, files: Indices) -> int:
+        """How many of these files, from the first one on, ``knows`` would tell of each."""
+        if self._notes.evicting[0]:
+            return 0
+        present = np.frombuffer(self._notes.present, np.uint8)[files]
+        return len(files) if present.all() else int(present.argmin())
 
     def saw(self, file: int) -> None:
         """Say that a file is in the cache, in its place and in its version."""
@@ -114,10 +126,10 @@ class Row(Lease):
 
     def close(self) -> None:
         """Let the file be evicted."""
-        if os.getpid() == self._pid:  # a forked child has a copy of its parent's
+        if forks.process is self._process:  # a forked child has a copy of its parent's
             self._notes.rows[self._number] = 0
 
     def free(self) -> None:
         """Give the row up."""
-        if os.getpid() == self._pid:
+        if forks.process is self._process:
             self._notes.free(self._number)

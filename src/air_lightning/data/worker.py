@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 from torch.utils.data import default_convert, get_worker_info
 from torch.utils.data._utils.pin_memory import pin_memory
 
+from air_lightning.data import parcel
 from air_lightning.data.generators import seed_generators
 from air_lightning.data.layers import Layer
 from air_lightning.data.turns import Turns, take_part
@@ -49,7 +50,10 @@ class Standing(NamedTuple):
 
 
 class Delivered:
-    """A batch on its way to the training process, with where its stream stands after it."""
+    """A batch on its way to the training process, with where its stream stands after it.
+
+    Between processes it is a parcel (parcel.py).
+    """
 
     __slots__ = ("batch", "standing", "worker")
 
@@ -58,9 +62,16 @@ class Delivered:
         self.worker = worker
         self.standing = standing
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _arrived, (parcel.dumps(self.batch), self.worker, self.standing)
+
     def pin_memory(self) -> "Delivered":
         """The same with its batch in page-locked memory; torch's pinning thread calls it."""
         return Delivered(pin_memory(self.batch), self.worker, self.standing)
+
+
+def _arrived(packed: bytes, worker: int, standing: Standing) -> Delivered:
+    return Delivered(parcel.loads(packed), worker, standing)
 
 
 class Signal:
