@@ -70,6 +70,17 @@ def test_errors_that_pass_are_outlived(mount, operation):
     assert_loads(f"{mount}/ckpt")
 
 
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG])
+@pytest.mark.parametrize("operation", ["create", "write", "fsync", "flush"])
+def test_an_error_names_the_file_wherever_it_strikes(mount, operation, number):
+    """Also one that comes with fsync or close; nothing has the final name, or a hidden one."""
+    mount.fail(operation, number, name=".__0_1")
+    with pytest.raises(OSError, match=f"{mount}/ckpt/__0_1.distcp") as raised:
+        saved(f"{mount}/ckpt")
+    assert raised.value.errno == number
+    assert [n for n in os.listdir(f"{mount}/ckpt") if n != "__0_0.distcp"] == []
+
+
 def test_a_staged_save_is_the_same_on_a_mount(mount, tmp_path):
     """By way of a local directory the checkpoint on the mount is whole, and the directory empty."""
     saved(f"{mount}/ckpt", staging_dir=tmp_path / "staging")
