@@ -25,7 +25,7 @@ from air_lightning.volumes.retry import Retry, naming
 from air_lightning.volumes.statx import size_and_mtime
 from air_lightning.volumes.transfer import Download, State, Times
 from air_lightning.volumes.walk import Walk, is_circular
-from air_lightning.volumes.writer import NamedFile, unmakeable
+from air_lightning.volumes.writer import NamedFile, make_directories, unmakeable
 
 _logger = logging.getLogger("air_lightning")
 _T = TypeVar("_T")
@@ -206,7 +206,7 @@ class LocalStorage:
         except FileNotFoundError:
             self._guard.check()  # or the directory would be made beneath the mount that is away
         try:
-            os.makedirs(os.path.dirname(temporary), exist_ok=True)
+            make_directories(os.path.dirname(temporary))
             return NamedFile(temporary, mode, self._visible(name))
         except FileNotFoundError as error:
             self._guard.check(error)
@@ -214,7 +214,7 @@ class LocalStorage:
 
     def _make_directory(self) -> None:
         try:
-            os.makedirs(self._directory, exist_ok=True)
+            make_directories(self._directory)
         except FileNotFoundError as error:
             self._guard.check(error)
             raise unmakeable(self.root, error) from error

@@ -2,6 +2,7 @@
 
 import io
 import os
+import stat
 from collections.abc import Sequence
 from typing import Any
 
@@ -50,6 +51,16 @@ class GatheringWriter(io.BufferedWriter):
         """Write all of them, after what was written before."""
         self.flush()
         self.raw.write_views(views)
+
+
+def make_directories(directory: str) -> None:
+    """Make a directory and those above it, unless it is there."""
+    try:
+        os.makedirs(directory, exist_ok=True)
+    except FileExistsError:
+        # It says so as well of a directory that could not be asked what it is: raise that error.
+        if not stat.S_ISDIR(os.stat(directory).st_mode):
+            raise
 
 
 def unmakeable(path: str, error: FileNotFoundError) -> StorageError:
