@@ -91,7 +91,7 @@ class Stager:
             _move(self._moves)  # the same bytes of the same tensors as last time
         else:
             self._moves = None
-            _require_memory(entries)
+            require_memory(entries)
             sources = _sources(entries)
             self._lay_out(sources)
             self._moves = _copy(sources, self._buffers)
@@ -224,7 +224,7 @@ def _copy(sources: list[_Source], buffers: list[torch.Tensor]) -> list[_Move] | 
     return moves if is_all else None
 
 
-def _require_memory(entries: Mapping[str, Any]) -> None:
+def require_memory(entries: Mapping[str, Any]) -> None:
     """Refuse a tensor whose memory was freed: copying it would kill the process."""
     for key, value in entries.items():
         if not isinstance(value, torch.Tensor) or value.is_meta:
