@@ -11,6 +11,7 @@ from slow_mount import has_fuse, slow_mount
 from air_lightning.checkpoint.catalog import verify_checkpoint
 from air_lightning.checkpoint.dcp import UCVolumeReader, UCVolumeWriter
 from air_lightning.checkpoint.planner import LoadPlanner, load, save
+from air_lightning.volumes.storage import open_storage
 
 pytestmark = [
     pytest.mark.fuse,
@@ -68,6 +69,27 @@ def test_errors_that_pass_are_outlived(mount, operation):
     saved(f"{mount}/ckpt")
     mount.fail(operation, errno.EIO, name="__0_0", times=2)
     assert_loads(f"{mount}/ckpt")
+
+
+def test_a_directory_whose_state_cannot_be_asked_for_a_moment_is_not_a_file(tmp_path):
+    """That it is there the kernel knows by itself; what it is comes with the second try."""
+    with slow_mount(tmp_path) as mount:
+        storage = open_storage(f"file://{mount}")
+        storage.make_root()
+        mount.fail("getattr", errno.EIO, times=1)
+        storage.make_root()
+        assert mount.calls()[-1] == ["getattr", "/"]
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG])
+@pytest.mark.parametrize("operation", ["create", "write", "fsync", "flush"])
+def test_an_error_names_the_file_wherever_it_strikes(mount, operation, number):
+    """Also one that comes with fsync or close; nothing has the final name, or a hidden one."""
+    mount.fail(operation, number, name=".__0_1")
+    with pytest.raises(OSError, match=f"{mount}/ckpt/__0_1.distcp") as raised:
+        saved(f"{mount}/ckpt")
+    assert raised.value.errno == number
+    assert [n for n in os.listdir(f"{mount}/ckpt") if n != "__0_0.distcp"] == []
 
 
 def test_a_staged_save_is_the_same_on_a_mount(mount, tmp_path):

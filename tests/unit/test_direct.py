@@ -3,12 +3,15 @@
 import errno
 import fcntl
 import os
+import resource
+import subprocess
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from air_lightning.errors import StorageError
 from air_lightning.volumes.direct import BUFFER, DirectWriter, writer_to
 from air_lightning.volumes.mount import file_system_type
 from air_lightning.volumes.storage import open_storage
@@ -110,6 +113,40 @@ def test_an_error_of_the_disk_is_not_taken_for_a_refusal(on_disk, tmp_path):
     assert raised.value.filename == str(on_disk / "c.bin")
     writer.close()
     assert raw.closed
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting needs root")
+def test_a_mount_that_another_one_hides_does_not_count(tmp_path):
+    """The type is that of the file system that is written to, not of one that lay there before."""
+    top, below = tmp_path / "top", tmp_path / "top" / "below"
+    mounted = []
+    try:
+        for kind, point in [("tmpfs", top), ("ramfs", below), ("tmpfs", top)]:
+            point.mkdir(exist_ok=True)
+            subprocess.run(["mount", "-t", kind, kind, str(point)], check=True)
+            mounted.append(point)
+        below.mkdir()
+        assert file_system_type(str(below)) == "tmpfs"
+    finally:
+        for point in reversed(mounted):
+            subprocess.run(["umount", str(point)], check=True)
+
+
+def test_an_error_in_the_midst_of_the_buffer_leaves_nothing_written_twice(tmp_path):
+    """What is written after a partial write that failed goes on where the disk stopped."""
+    path = tmp_path / "e.bin"
+    content = os.urandom(2 * BUFFER)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with DirectWriter(new_file(path)) as writer:
+        writer.write(content[:BUFFER])
+        resource.setrlimit(resource.RLIMIT_FSIZE, (BUFFER + 5000, limits[1]))
+        try:
+            with pytest.raises(StorageError, match=str(path)):
+                writer.write(content[BUFFER:])
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        writer.flush()
+    assert path.read_bytes() == content
 
 
 def test_memory_and_mounts_are_written_through_the_cache(tmp_path):

@@ -3,6 +3,7 @@
 import errno
 import os
 import signal
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,8 @@ from torch.distributed.checkpoint.planner import SavePlan
 from air_lightning.checkpoint.catalog import verify_checkpoint
 from air_lightning.checkpoint.dcp import UCVolumeReader, UCVolumeWriter
 from air_lightning.checkpoint.planner import LoadPlanner, SavePlanner, load, save
-from air_lightning.checkpoint.room import planned_bytes, require_room
+from air_lightning.checkpoint.room import Detour, planned_bytes, require_room
+from air_lightning.checkpoint.shards import ShardStream
 from air_lightning.errors import InvalidArgumentError, SaveFailedError, StorageError
 from air_lightning.integrations.checkpoint_io import AirCheckpointIO
 from air_lightning.volumes.storage import open_storage
@@ -139,6 +141,28 @@ def test_a_staging_directory_that_is_a_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine")
     with pytest.raises(StorageError, match="staging_dir="):
         saved(tmp_path / "ckpt", VALUES, staging_dir=tmp_path / "file" / "staging")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting needs root")
+def test_a_staging_directory_that_fails_in_mid_save_is_named(tmp_path: Path) -> None:
+    """Filled up or made read-only after the look at its room, the error says which place it is."""
+    staging = tmp_path / "staging"
+    staging.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=16m", "tmpfs", str(staging)]
+    subprocess.run(mount, check=True)
+    try:
+        for change, told in [("size=1m", "No space left"), ("ro", "Read-only")]:
+            detour = Detour(staging)
+            detour.prepare(8 << 20)
+            subprocess.run(["mount", "-o", f"remount,{change}", str(staging)], check=True)
+            with (
+                pytest.raises(OSError, match=rf"{told}.*staging_dir=|staging_dir=.*{told}"),
+                detour.open_write(open_storage("memory://room-staging"), "x") as file,
+            ):
+                ShardStream(file).write(bytes(9 << 20))
+            subprocess.run(["mount", "-o", "remount,rw,size=16m", str(staging)], check=True)
+    finally:
+        subprocess.run(["umount", "-l", str(staging)], check=True)
 
 
 @pytest.mark.parametrize("given", ["", "s3://bucket/x", "/Volumes/a/b/c"])

@@ -21,6 +21,7 @@ from air_lightning.checkpoint.sharing import (
     own_share,
     share_out,
 )
+from air_lightning.errors import SaveFailedError
 from plans import item
 from ranks import run_ranks
 
@@ -88,12 +89,15 @@ def _share_unsure(common: dict[str, torch.Tensor], group: Any) -> None:
     lone = {f"state_dict.of{rank}": torch.ones(1)}
     listed = own_share({**common, **still, **lone}, group, unsure=still)
     assert len(listed) == 21 + (6 if rank == 0 else 0)
-    broken = {**still, "state_dict.still0": still["state_dict.still0"] if rank else object()}
-    if rank:
-        assert len(own_share(broken, group, unsure=still)) == 0
-    else:
-        with pytest.raises(AttributeError):
-            own_share(broken, group, unsure=still)
+    freed = torch.arange(5.0)
+    freed.untyped_storage().resize_(0)
+    for bad, error in ((object(), AttributeError), (freed, SaveFailedError)):
+        broken = {**still, "state_dict.still0": still["state_dict.still0"] if rank else bad}
+        if rank:
+            assert len(own_share(broken, group, unsure=still)) == 0
+        else:
+            with pytest.raises(error):
+                own_share(broken, group, unsure=still)
 
 
 def test_ranks_that_hold_unlike_tensors_lose_none(tmp_path: Path) -> None:

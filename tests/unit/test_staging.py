@@ -4,12 +4,14 @@ import gc
 import mmap
 import os
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from air_lightning.checkpoint.blobs import SerializedBlob
 from air_lightning.checkpoint.staging import Stager, is_dense
+from air_lightning.errors import SaveFailedError
 
 
 def _same(a, b):
@@ -189,6 +191,34 @@ def test_forked_child_may_drop_the_buffers():
         os._exit(0 if all(memory[0] == ord("x") for memory in own) else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
     assert torch.equal(staged["a"], torch.ones(8 << 20))
+
+
+@pytest.mark.parametrize("left", [0, 16])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: torch.randn(100, 100),
+        lambda: torch.randn(100, 100)[:, ::2],
+        lambda: torch.randn(100, 100).t()[3:],
+        lambda: torch.randn(100, dtype=torch.complex64).conj(),
+        lambda: torch.nn.Parameter(torch.randn(100)),
+    ],
+    ids=["dense", "gaps", "transposed", "conjugated", "parameter"],
+)
+def test_a_tensor_whose_memory_was_freed_is_refused(make, left):
+    """Its storage emptied or shortened between two saves, the error names it; later ones work."""
+    stager = Stager()
+    tensors = {"other": torch.ones(3), "w": make()}
+    for _ in range(2):
+        stager.stage(tensors)
+    storage = tensors["w"].detach().untyped_storage()
+    before = storage.nbytes()
+    storage.resize_(left)
+    with pytest.raises(SaveFailedError, match=rf"tensor w of shape .* which holds {left}"):
+        stager.stage(tensors)
+    storage.resize_(before)
+    tensors["w"].detach().copy_(make().detach())
+    assert _bits(stager.stage(tensors)["w"]) == _bits(tensors["w"])
 
 
 def test_blobs_pass():

@@ -13,7 +13,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator
-from typing import BinaryIO, cast
+from typing import IO, BinaryIO, cast
 
 from torch.distributed.checkpoint.planner import SavePlan
 
@@ -22,6 +22,7 @@ from air_lightning.checkpoint.shards import PIECE
 from air_lightning.errors import InvalidArgumentError, StorageError
 from air_lightning.volumes import path as volume_path
 from air_lightning.volumes.storage import Storage
+from air_lightning.volumes.writer import NamedFile
 
 _AROUND = 2048  # bytes that an item takes beside its tensor's, at most
 
@@ -90,12 +91,7 @@ class Detour:
             os.makedirs(self.directory, exist_ok=True)
             free = shutil.disk_usage(self.directory).free
         except OSError as error:
-            ours = StorageError(
-                f"staging_dir={self.directory} cannot be used ({type(error).__name__}: {error}). "
-                "Name a directory that this user can create and write, or leave it out."
-            )
-            ours.errno = error.errno
-            raise ours from error
+            raise self._unusable(error) from error
         if needed > free:
             remedy = "Free space there, or leave staging_dir out: shards then go up directly."
             raise no_room(f"a save in staging_dir={self.directory}", needed, free, remedy)
@@ -103,12 +99,27 @@ class Detour:
     @contextlib.contextmanager
     def open_write(self, storage: Storage, name: str) -> Iterator[BinaryIO]:
         """A writer as ``storage.open_write`` gives it, that fills the local file first."""
-        with tempfile.TemporaryFile(dir=self.directory, buffering=0) as local:
+        with self._unnamed_file() as file:
+            local = NamedFile(file.fileno(), "rb+", f"a shard in staging_dir={self.directory}")
             yield cast("BinaryIO", local)
             local.seek(0)
             with storage.open_write(name) as target:
                 while piece := local.read(PIECE):
                     target.write(piece)
+
+    def _unnamed_file(self) -> IO[bytes]:
+        try:
+            return tempfile.TemporaryFile(dir=self.directory, buffering=0)
+        except OSError as error:
+            raise self._unusable(error) from error
+
+    def _unusable(self, error: OSError) -> StorageError:
+        ours = StorageError(
+            f"staging_dir={self.directory} cannot be used ({type(error).__name__}: {error}). "
+            "Name a directory that this user can create and write, or leave it out."
+        )
+        ours.errno = error.errno
+        return ours
 
 
 def no_room(what: str, needed: int, free: int, remedy: str) -> StorageError:

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from air_lightning.checkpoint.envelope import is_plain, raw_bytes
-from air_lightning.checkpoint.staging import is_dense
+from air_lightning.checkpoint.staging import is_dense, require_memory
 
 _DIGEST = 32
 _ROW = 512  # bytes of a row in a fingerprint taken on a device
@@ -81,6 +81,7 @@ def own_share(
     failure: Exception | None = None
     digest = os.urandom(_DIGEST)  # like no other rank's
     try:
+        require_memory({key: entries[key] for key in unsure})
         prints = {key: fingerprint(entries[key]) for key in sorted(unsure)}
         digest = _digest(entries, common, unsure)
     except Exception as error:  # noqa: BLE001 - raised below, when the others know

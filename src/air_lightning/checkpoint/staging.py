@@ -28,6 +28,8 @@ import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
 
+from air_lightning.errors import SaveFailedError
+
 _ALIGN = 64
 _PIECE = 4 << 20  # bytes; small against a time slice of the scheduler, large against a lock
 _HELPED = 128 << 20  # bytes from which a helper is worth waiting for its last piece
@@ -89,6 +91,7 @@ class Stager:
             _move(self._moves)  # the same bytes of the same tensors as last time
         else:
             self._moves = None
+            require_memory(entries)
             sources = _sources(entries)
             self._lay_out(sources)
             self._moves = _copy(sources, self._buffers)
@@ -219,6 +222,33 @@ def _copy(sources: list[_Source], buffers: list[torch.Tensor]) -> list[_Move] | 
     for device in devices:
         torch.cuda.current_stream(device).synchronize()
     return moves if is_all else None
+
+
+def require_memory(entries: Mapping[str, Any]) -> None:
+    """Refuse a tensor whose memory was freed: copying it would kill the process."""
+    for key, value in entries.items():
+        if not isinstance(value, torch.Tensor) or value.is_meta:
+            continue
+        tensor = _local(value)
+        end = _end(tensor)
+        held = tensor.untyped_storage().nbytes() if tensor.data_ptr() else 0
+        if held < end:
+            raise SaveFailedError(
+                f"The tensor {key} of shape {list(tensor.shape)} takes {end} bytes of its "
+                f"storage, which holds {held}: its memory was freed (untyped_storage().resize_). "
+                "Fill it again before the save, or take it out of the state."
+            )
+
+
+def _end(tensor: torch.Tensor) -> int:
+    """Where its last element ends, in bytes from the start of its storage."""
+    elements = tensor.numel()
+    if elements == 0:
+        return 0
+    if not tensor.is_contiguous():
+        steps = zip(tensor.shape, tensor.stride(), strict=True)
+        elements = 1 + sum((size - 1) * stride for size, stride in steps)
+    return int((tensor.storage_offset() + elements) * tensor.itemsize)
 
 
 def _move(moves: list[_Move]) -> None:

@@ -62,6 +62,7 @@ class DirectWriter(io.RawIOBase):
         self._memory = np.frombuffer(memory, dtype=np.uint8)
         self._view = memoryview(memory)
         self._filled = 0
+        self._written = 0  # of these, by a write that was cut short
         self._is_direct = False
         self._may_be_direct = True
 
@@ -113,10 +114,9 @@ class DirectWriter(io.RawIOBase):
                 self._spill()
 
     def _spill(self) -> None:
-        waiting = self._view[: self._filled]
-        while waiting:
-            waiting = waiting[self._put(waiting) :]
-        self._filled = 0
+        while self._written < self._filled:
+            self._written += self._put(self._view[self._written : self._filled])
+        self._written = self._filled = 0
 
     def _put(self, piece: memoryview) -> int:
         try:

@@ -21,11 +21,11 @@ from air_lightning.volumes.base import Entry, FileInfo, Listing
 from air_lightning.volumes.direct import writer_to
 from air_lightning.volumes.mount import MountGuard
 from air_lightning.volumes.reader import FileRanges, RetryingReader
-from air_lightning.volumes.retry import Retry, is_kept, translate
+from air_lightning.volumes.retry import Retry, naming
 from air_lightning.volumes.statx import size_and_mtime
 from air_lightning.volumes.transfer import Download, State, Times
 from air_lightning.volumes.walk import Walk, is_circular
-from air_lightning.volumes.writer import NamedFile, unmakeable
+from air_lightning.volumes.writer import NamedFile, make_directories, unmakeable
 
 _logger = logging.getLogger("air_lightning")
 _T = TypeVar("_T")
@@ -133,7 +133,8 @@ class LocalStorage:
         try:
             with writer_to(file, os.path.dirname(temporary), _CHUNK) as writer:
                 yield writer
-                self._finish(name, writer)
+                with naming("write", self._visible(name)):
+                    _sync(writer)
             self._publish(name, temporary, target)
         except BaseException:
             _discard(temporary)
@@ -189,7 +190,9 @@ class LocalStorage:
             self._call("remove", name, lambda: shutil.rmtree(self._local(name)))
 
     def _call(self, operation: str, name: str, action: Callable[[], _T]) -> _T:
-        return self._retry.call(operation, self._visible(name), lambda: self._guard.run(action))
+        visible = self._visible(name)
+        with naming(operation, visible):
+            return self._retry.call(operation, visible, lambda: self._guard.run(action))
 
     def _visible(self, name: str) -> str:
         return volume_path.join(self.root, name)
@@ -203,7 +206,7 @@ class LocalStorage:
         except FileNotFoundError:
             self._guard.check()  # or the directory would be made beneath the mount that is away
         try:
-            os.makedirs(os.path.dirname(temporary), exist_ok=True)
+            make_directories(os.path.dirname(temporary))
             return NamedFile(temporary, mode, self._visible(name))
         except FileNotFoundError as error:
             self._guard.check(error)
@@ -211,18 +214,10 @@ class LocalStorage:
 
     def _make_directory(self) -> None:
         try:
-            os.makedirs(self._directory, exist_ok=True)
+            make_directories(self._directory)
         except FileNotFoundError as error:
             self._guard.check(error)
             raise unmakeable(self.root, error) from error
-
-    def _finish(self, name: str, writer: BinaryIO) -> None:
-        try:
-            _sync(writer)
-        except OSError as error:
-            if is_kept(error):
-                raise
-            raise translate("write", self._visible(name), error) from error
 
     def _publish(self, name: str, temporary: str, target: str) -> None:
         size = os.stat(temporary).st_size

@@ -8,8 +8,8 @@ FileNotFoundError, and a run would take the whole volume for deleted, a checkpoi
 import errno
 import os
 import re
-from collections.abc import Callable, Container
-from typing import TypeVar
+from collections.abc import Callable
+from typing import TextIO, TypeVar
 
 _T = TypeVar("_T")
 
@@ -34,7 +34,7 @@ class MountGuard:
             OSError: ENOTCONN, which is transient: the mount is gone.
         """
         if self._point is None:
-            self._point = _mount_point(self._directory, _mount_points())
+            self._point = _mount_point(self._directory)
         try:
             return action()
         except FileNotFoundError as error:
@@ -53,12 +53,18 @@ def file_system_type(directory: str) -> str:
     Args:
         directory: An absolute path on this machine.
     """
-    points = _mount_points()
-    return points.get(_mount_point(directory, points), "")
+    try:
+        device = os.stat(directory).st_dev
+        with _mounts() as mounts:
+            types = dict(_device_and_type(line) for line in mounts)
+    except OSError:
+        return ""
+    return types.get(f"{os.major(device)}:{os.minor(device)}", "")
 
 
-def _mount_point(directory: str, points: Container[str]) -> str:
+def _mount_point(directory: str) -> str:
     """The mount point that a directory lies on; empty where the system does not tell."""
+    points = _mount_points()
     path = os.path.realpath(directory)
     while path not in points:
         if path == "/":
@@ -67,19 +73,23 @@ def _mount_point(directory: str, points: Container[str]) -> str:
     return path
 
 
-def _mount_points() -> dict[str, str]:
-    """The type of the file system at each mount point: the topmost, where several lie there."""
+def _mount_points() -> set[str]:
     try:
-        with open(_MOUNTS, encoding="utf-8", errors="surrogateescape") as file:
-            return dict(_point_and_type(line) for line in file)
+        with _mounts() as mounts:
+            return {_unescaped(line.split(" ", 5)[4]) for line in mounts}
     except OSError:
-        return {"/": ""}  # no Linux, or no /proc: then a missing file is a missing file
+        return {"/"}  # no Linux, or no /proc: then a missing file is a missing file
 
 
-def _point_and_type(line: str) -> tuple[str, str]:
+def _mounts() -> TextIO:
+    return open(_MOUNTS, encoding="utf-8", errors="surrogateescape")
+
+
+def _device_and_type(line: str) -> tuple[str, str]:
+    # By device and not by path: a mount that a later one hides is still listed.
     # proc_pid_mountinfo(5): optional fields in the middle end with a dash.
     before, _, after = line.partition(" - ")
-    return _unescaped(before.split(" ", 5)[4]), after.partition(" ")[0]
+    return before.split(" ", 3)[2], after.partition(" ")[0]
 
 
 def _unescaped(text: str) -> str:

@@ -10,7 +10,8 @@ import os
 import random
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -179,6 +180,27 @@ def is_kept(error: Exception) -> bool:
     if isinstance(error, AirError | FileNotFoundError):
         return True
     return isinstance(error, OSError) and error.errno in FULL_DISK
+
+
+@contextmanager
+def naming(operation: str, path: str) -> Iterator[None]:
+    """Make errors of a block name ``path``, and not the temporary file or nothing at all.
+
+    Args:
+        operation: A verb for messages, as "write".
+        path: What it is done to, as users see it.
+
+    Raises:
+        StorageError: Instead of an error that no caller acts on.
+    """
+    try:
+        yield
+    except OSError as error:
+        if not is_kept(error):
+            raise translate(operation, path, error) from error
+        if not isinstance(error, AirError | FileNotFoundError):
+            error.filename = path
+        raise
 
 
 def translate(operation: str, path: str, error: Exception) -> StorageError:

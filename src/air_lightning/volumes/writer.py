@@ -1,44 +1,45 @@
 """A local file being written: errors name it as users know it, and many pieces go in one call."""
 
-import contextlib
 import io
 import os
-from collections.abc import Iterator, Sequence
+import stat
+from collections.abc import Sequence
 from typing import Any
 
 from air_lightning.errors import StorageError
 from air_lightning.volumes.reader import advance, first_views
-from air_lightning.volumes.retry import is_kept, translate
+from air_lightning.volumes.retry import naming
 
 
 class NamedFile(io.FileIO):
-    """A file being written whose errors name it as users know it."""
+    """A file being written whose errors name it as users know it.
 
-    def __init__(self, local: str, mode: str, visible: str) -> None:
-        super().__init__(local, mode)
+    Args:
+        local: Its path, or its descriptor, which then stays open.
+        mode: As of ``open``.
+        visible: What to call it.
+    """
+
+    def __init__(self, local: str | int, mode: str, visible: str) -> None:
+        super().__init__(local, mode, closefd=isinstance(local, str))
         self._visible = visible
 
     def write(self, data: Any, /) -> int:
         """See the base class."""
-        with self._naming():
+        with naming("write", self._visible):
             return super().write(data)
 
     def write_views(self, views: Sequence[memoryview]) -> None:
         """Write all of them without copying them together first."""
         waiting = list(reversed([view for view in views if view.nbytes]))
-        with self._naming():
+        with naming("write", self._visible):
             while waiting:
                 advance(waiting, os.writev(self.fileno(), first_views(waiting)))
 
-    @contextlib.contextmanager
-    def _naming(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            if is_kept(error):
-                error.filename = self._visible
-                raise
-            raise translate("write", self._visible, error) from error
+    def close(self) -> None:
+        """See the base class; some file systems tell of a full disk only now."""
+        with naming("write", self._visible):
+            super().close()
 
 
 class GatheringWriter(io.BufferedWriter):
@@ -50,6 +51,16 @@ class GatheringWriter(io.BufferedWriter):
         """Write all of them, after what was written before."""
         self.flush()
         self.raw.write_views(views)
+
+
+def make_directories(directory: str) -> None:
+    """Make a directory and those above it, unless it is there."""
+    try:
+        os.makedirs(directory, exist_ok=True)
+    except FileExistsError:
+        # It says so as well of a directory that could not be asked what it is: raise that error.
+        if not stat.S_ISDIR(os.stat(directory).st_mode):
+            raise
 
 
 def unmakeable(path: str, error: FileNotFoundError) -> StorageError:
