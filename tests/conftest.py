@@ -31,6 +31,8 @@ _LASTING = (
     "moto",
 )
 
+# What pytest sets to name the phase a test is in, and Lightning with a torch that knows CUDA.
+_NOT_OF_TESTS = ("PYTEST_CURRENT_TEST", "PYTORCH_NVML_BASED_CUDA_CHECK")
 
 _WORKER = os.environ.get("PYTEST_XDIST_WORKER")  # one of the processes of ``pytest -n``
 
@@ -150,11 +152,10 @@ def leak_police() -> Iterator[None]:
     os.chdir(directory)
     left = {name for name in set(os.listdir()) - names if name[0] != "."}
     assert not left, f"left in the working directory: {sorted(left)}"
-    # pytest sets this one itself, to name the phase a test is in.
     changed = {
         name
         for name in environment.keys() | os.environ.keys()
-        if environment.get(name) != os.environ.get(name) and name != "PYTEST_CURRENT_TEST"
+        if environment.get(name) != os.environ.get(name) and name not in _NOT_OF_TESTS
     }
     for name in changed:
         os.environ.pop(name)

@@ -187,12 +187,14 @@ def values_come_back(root: str) -> None:
 def raw_weights(root: str) -> None:
     """load_raw takes files, directories of ours and others'; Lightning's Fabric files load too."""
     wanted = {name: torch.randn_like(value) for name, value in shared_weights().items()}
+    alone = dist.new_group([0])  # older torch knows no other way to save alone among ranks
     with barriers():
         if dist.get_rank() == 0:
             torch.save(wanted, f"{root}/raw.pt")
             torch.save({"state_dict": wanted, "epoch": 1}, f"{root}/trainer.ckpt")
             for name, state in (("plain", wanted), ("nested", {"model": wanted})):
-                dcp.save(state, storage_writer=UCVolumeWriter(f"{root}/{name}"), no_dist=True)
+                writer = UCVolumeWriter(f"{root}/{name}")
+                dcp.save(state, storage_writer=writer, process_group=alone)
     source = Job("ddp")
     source.model.load_state_dict(wanted)
     source.save(f"{root}/ours")

@@ -234,7 +234,8 @@ def train(run: Run, *, extra: Sequence[Callback] = (), save_on_exception: bool =
         every_n_train_steps=None if run.save_at_epoch_end else run.every_n_steps,
         every_n_epochs=1 if run.save_at_epoch_end else None,
         save_top_k=-1,
-        save_on_exception=save_on_exception,
+        # Lightning 2.5 has no such option.
+        **({"save_on_exception": True} if save_on_exception else {}),
     )
     trainer = Trainer(
         accelerator=run.accelerator,

@@ -248,7 +248,8 @@ def test_doctor_examines_machine_and_paths(
     assert os.listdir(volume.directory) == []
     assert main(["doctor", "--json"]) == 0
     checks = {check["name"]: check for check in json.loads(_out(capsys))}
-    assert checks["torch"]["found"] == torch.__version__
+    # What pip knows may lack the build that torch tells, as in 2.14.1+cu130.
+    assert torch.__version__.partition("+")[0] == checks["torch"]["found"].partition("+")[0]
     assert all(check["remedy"] or check["status"] == "ok" for check in checks.values())
     assert main(["doctor", "/Volumes/a/b"]) == 1
     assert "fail: list /Volumes/a/b: " in _out(capsys)

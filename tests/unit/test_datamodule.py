@@ -182,4 +182,5 @@ def test_manifests_can_be_given_on_a_command_line(texts: str, tmp_path: Path) ->
         f"--data.manifests.train={tmp_path}/list",
     ):
         options = parser.parse_args([f"--data.train={texts}", "--data.num_workers=0", given])
-        assert len(parser.instantiate(options).data.train_dataloader()) == 4
+        instantiate = getattr(parser, "instantiate", None) or parser.instantiate_classes
+        assert len(instantiate(options).data.train_dataloader()) == 4

@@ -1,5 +1,6 @@
 """UCVolumeWriter and UCVolumeReader against torch's own, and against damage."""
 
+import inspect
 import io
 import json
 import os
@@ -129,7 +130,7 @@ def test_metadata_holds_only_torchs_classes(tmp_path: Path) -> None:
     save(tmp_path)
     data = (tmp_path / METADATA).read_bytes()
     assert b"air_lightning" not in data
-    assert pickle.loads(data).version
+    assert pickle.loads(data).state_dict_metadata
 
 
 @pytest.mark.parametrize("threads", [1, 2])
@@ -262,10 +263,7 @@ def test_a_checkpoint_path_that_is_a_file_is_refused_before_writing(tmp_path: Pa
         ({"global_step": 1.5}, "global_step=1.5"),
         ({"epoch": True}, "epoch=True"),
         ({"thread_count": 0}, "thread_count=0"),
-        (
-            {"serialization_format": dcp.filesystem.SerializationFormat.SAFETENSORS},
-            "serialization_format",
-        ),
+        ({"serialization_format": "safetensors"}, "serialization_format"),
     ],
 )
 def test_arguments_that_cannot_work_are_refused(options: dict[str, Any], named: str) -> None:
@@ -291,6 +289,9 @@ def test_unknown_arguments_are_a_type_error() -> None:
         UCVolumeWriter("/Volumes/a/b/c/d", tread_count=2)
 
 
+@pytest.mark.skipif(
+    "use_collectives" not in inspect.signature(dcp.save).parameters, reason="torch has no such way"
+)
 def test_saving_without_coordination_is_refused(tmp_path: Path) -> None:
     """use_collectives=False has no moment of commit: a clear error."""
     with pytest.raises(InvalidArgumentError, match="use_collectives"):
@@ -340,17 +341,18 @@ def test_files_of_another_size_are_named(tmp_path: Path, with_manifest: bool, da
         assert str(size) in str(error)
 
 
-@pytest.mark.parametrize("where", [0.02, 0.5, 0.98])
-def test_a_flipped_bit_is_found_by_verify(tmp_path: Path, where: float) -> None:
-    """One altered byte anywhere in a shard fails a load with verify=True."""
+def test_a_flipped_bit_is_found_by_verify(tmp_path: Path) -> None:
+    """One altered byte anywhere in a shard fails a load with verify=True, as damage."""
     save(tmp_path, thread_count=1)
     shard = tmp_path / "__0_0.distcp"
-    data = bytearray(shard.read_bytes())
-    data[int(len(data) * where)] ^= 1
-    shard.write_bytes(data)
-    error = failure(lambda: load(UCVolumeReader(tmp_path, verify=True)))
-    assert isinstance(error, CorruptCheckpointError)
-    assert "__0_0.distcp" in str(error)
+    whole = shard.read_bytes()
+    for at in (*range(0, len(whole), 1009), *range(len(whole) - 90, len(whole), 2)):
+        data = bytearray(whole)
+        data[at] ^= 1
+        shard.write_bytes(data)
+        error = failure(lambda: load(UCVolumeReader(tmp_path, verify=True)))
+        assert isinstance(error, CorruptCheckpointError), at
+        assert "__0_0.distcp" in str(error)
 
 
 @pytest.mark.parametrize("path", ["../x", "/etc/passwd", "a/../../x", "s3://b/k", "a//b", "", "."])

@@ -393,8 +393,20 @@ def test_a_tensor_larger_than_its_record_is_refused() -> None:
     def claim(made: zipfile.ZipFile, name: str, data: bytes) -> None:
         made.writestr(name, data.replace(b"K\x07", b"K\xff") if "data.pkl" in name else data)
 
-    with pytest.raises(CorruptCheckpointError), Bounded():
+    with pytest.raises(CorruptCheckpointError, match="claimed"), Bounded():
         load_blob(packed(torch.zeros(7), claim))
+    with pytest.raises(CorruptCheckpointError, match="claimed"):  # also where another has as many
+        load_blob(packed([torch.zeros(7), torch.zeros(255)], claim))
+
+
+def test_an_item_with_a_memo_of_billions_is_refused() -> None:
+    """A place in the memo far beyond the pickle's size is refused before memory is made for it."""
+
+    def put_far(made: zipfile.ZipFile, name: str, data: bytes) -> None:
+        made.writestr(name, b"\x80\x02}r\xff\xff\xff\x7f." if "data.pkl" in name else data)
+
+    with pytest.raises(UnsafeCheckpointError, match="memo index"), Bounded():
+        load_blob(packed({}, put_far))
 
 
 def test_a_bomb_within_a_shard_is_refused(plain: Path) -> None:

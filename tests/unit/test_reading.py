@@ -245,9 +245,9 @@ def test_items_in_another_envelope_take_the_slow_way(tmp_path: Path, damage: str
         _set_version(tmp_path, "2.0.0")
     elif damage == "checksums":
         writer = dcp.FileSystemWriter(tmp_path)
-        dcp.save(dict(VALUES), storage_writer=writer, no_dist=True)
+        dcp.save(dict(VALUES), storage_writer=writer)
     else:  # torch's own files below a manifest that says that they are ours
-        dcp.save(dict(VALUES), storage_writer=dcp.FileSystemWriter(tmp_path), no_dist=True)
+        dcp.save(dict(VALUES), storage_writer=dcp.FileSystemWriter(tmp_path))
         names = [name for name in os.listdir(tmp_path) if name.endswith(".distcp")]
         files = {name: {"size": os.path.getsize(tmp_path / name)} for name in names}
         for name, record in files.items():

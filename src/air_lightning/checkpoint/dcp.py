@@ -110,11 +110,12 @@ class UCVolumeWriter(OnVolume, FileSystemWriter):  # type: ignore[misc] # a Path
             self.global_step = self.epoch = None
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Copy to the CPU; with ``cache_staged_state_dict`` also where memory cannot be pinned."""
+        """Copy to memory; with ``cache_staged_state_dict`` also where that cannot be pinned."""
         cached = getattr(self, "cache_staged_state_dict", False)
         if cached and self.state_dict_cache is None and not torch.cuda.is_available():
             self.state_dict_cache = _create_cpu_state_dict(state_dict)
-        return super().stage(state_dict)
+        staged: dict[str, Any] = super().stage(state_dict)
+        return staged if cached else _apart(staged, state_dict)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """See torch's; refuses saves without coordination, for they have no moment of commit."""
@@ -251,6 +252,17 @@ def _compact(tensor: torch.Tensor) -> torch.Tensor:
     """Return it on the CPU with a storage of its own: torch.save writes whole storages."""
     tensor = tensor.detach().cpu()
     return tensor if tensor.untyped_storage().size() == tensor.nbytes else tensor.clone()
+
+
+def _apart(staged: Any, given: Any) -> Any:
+    """Return what was staged with copies of tensors that were not: older torch leaves the CPU's."""
+    if isinstance(staged, torch.Tensor):
+        return staged.detach().clone() if staged is given else staged
+    if isinstance(staged, dict):
+        return {key: _apart(value, given[key]) for key, value in staged.items()}
+    if isinstance(staged, list | tuple):
+        return type(staged)([_apart(*pair) for pair in zip(staged, given, strict=True)])
+    return staged
 
 
 def _stride(tensor: torch.Tensor) -> tuple[int, ...] | None:

@@ -10,7 +10,7 @@ Pickles are programs, and C's unpickler runs them with no bound on anything:
 So the program is run first with weights in place of objects: what it would cost to hash a value, or
 to copy it. That takes a fraction of what Python's own unpickler would. What is refused here is
 nothing that a pickler writes of DCP metadata. Of blobs, which may hold any values, only the depth
-of tuples is looked at: torch's own unpickler bounds the memo, and not that.
+of tuples and the memo are looked at.
 """
 
 import pickle
@@ -115,15 +115,15 @@ class _DepthScan(_Scan):
     def tuple_of(self, items: list[_Value]) -> None:
         depth = 1 + max((item for item in items if isinstance(item, int)), default=0)
         if depth > _DEEPEST:
-            raise TooDeepError(f"it nests tuples more than {_DEEPEST} deep")
+            raise DisproportionError(f"it nests tuples more than {_DEEPEST} deep")
         self.stack.append(depth)
 
     def grow(self, items: list[_Value], keys: list[_Value]) -> None:
         pass
 
 
-class TooDeepError(pickle.UnpicklingError):
-    """A pickle nests tuples so deep that the hash of one would end the process."""
+class DisproportionError(pickle.UnpicklingError):
+    """A pickle would end the process: by the hash of nested tuples, or by memory for its memo."""
 
 
 def _weight(value: _Value) -> int:
@@ -163,7 +163,7 @@ def _line_number(scan: _Scan) -> None:
 
 def _put(scan: _Scan, index: int) -> None:
     if index > len(scan.data):
-        raise pickle.UnpicklingError(f"a memo index of {index}")
+        raise DisproportionError(f"it has a memo index of {index}")
     scan.memo[index] = scan.stack[-1]
 
 
@@ -305,18 +305,22 @@ _TABLE: dict[bytes, Callable[[_Scan], None]] = {
 _OPERATIONS = [_TABLE.get(bytes([code]), _refuse) for code in range(256)]
 
 
-def require_shallow(data: bytes) -> None:
+def require_shallow(data: bytes) -> bool:
     """Refuse a pickle whose tuples are nested too deep; what else is wrong, torch says.
 
+    Returns:
+        Whether it was seen to its end. One that was not has something that torch refuses.
+
     Raises:
-        TooDeepError: They are.
+        DisproportionError: They are, or its memo is far larger than itself.
     """
     try:
         _DepthScan(data).run()
-    except TooDeepError:
+    except DisproportionError:
         raise
     except (IndexError, KeyError, ValueError, pickle.UnpicklingError):
-        return  # an opcode that torch refuses, too
+        return False
+    return True
 
 
 def require_proportion(data: bytes) -> None:

@@ -5,7 +5,8 @@ is a raw pickle, and DCP's default planner loads byte items with ``weights_only=
 
 ``.metadata``: by an unpickler of its own (``unpickler.py``), which imports nothing and makes no
 more of the bytes than their size; then the result's shape is checked. Blobs: refused where they
-would grow in memory; then ``torch.load(weights_only=True)``, unless the caller says otherwise.
+would grow in memory, or claim tensors beyond their bytes; then ``torch.load(weights_only=True)``,
+unless the caller says otherwise.
 """
 
 import io
@@ -27,7 +28,8 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.serialization import get_unsafe_globals_in_checkpoint
 
-from air_lightning.checkpoint.proportion import TooDeepError, require_shallow
+from air_lightning.checkpoint.proportion import DisproportionError, require_shallow
+from air_lightning.checkpoint.records import require_backed
 from air_lightning.checkpoint.unpickler import METADATA_CLASSES, MetadataUnpickler
 from air_lightning.errors import CheckpointError, CorruptCheckpointError, UnsafeCheckpointError
 
@@ -88,9 +90,10 @@ def load_blob(
 def _require_plain(stream: BinaryIO, path: str, *, safe: bool) -> None:
     """Refuse an archive that would grow in memory: compressed, or of the same bytes many times.
 
-    With ``safe`` also one whose tuples are nested so deep that hashing one ends the process.
+    With ``safe`` also one whose tuples are nested so deep that hashing one ends the process, and
+    one whose tensors are larger than their bytes.
 
-    torch.save writes neither, but torch.load reads both, and a few MB can be made to hold more
+    torch.save writes none, but torch.load reads them, and a few MB can be made to hold more
     than any memory.
     """
     start = stream.tell()
@@ -100,7 +103,7 @@ def _require_plain(stream: BinaryIO, path: str, *, safe: bool) -> None:
             grown = sum(record.file_size for record in records)
             held = stream.seek(0, io.SEEK_END) - start
             if safe and grown <= held:
-                _require_shallow(archive, path)
+                _require_harmless(archive, path, held)
     except (zipfile.BadZipFile, ValueError, NotImplementedError, RuntimeError, struct.error):
         return  # no archive: an older format, or damaged, and torch says so
     if grown > held:
@@ -111,7 +114,7 @@ def _require_plain(stream: BinaryIO, path: str, *, safe: bool) -> None:
         )
 
 
-def _require_shallow(archive: zipfile.ZipFile, path: str) -> None:
+def _require_harmless(archive: zipfile.ZipFile, path: str, size: int) -> None:
     for record in archive.infolist():
         if not record.filename.endswith("data.pkl"):
             continue
@@ -119,12 +122,18 @@ def _require_shallow(archive: zipfile.ZipFile, path: str) -> None:
             file._expected_crc = None  # type: ignore[attr-defined] # torch may leave it out
             data = file.read()
         try:
-            require_shallow(data)
-        except TooDeepError as error:
+            is_whole = require_shallow(data)
+        except DisproportionError as error:
             raise UnsafeCheckpointError(
                 f"{path} would end this process when loaded: {error}. Do not use this checkpoint "
                 "unless you know who made it."
             ) from error
+        if not is_whole:
+            return
+        try:
+            require_backed(data, archive.infolist())
+        except Exception as error:  # garbage makes a pickle raise anything
+            raise _not_saved(path, size, error) from error
 
 
 @contextmanager
@@ -228,8 +237,12 @@ def _blob_error(data: bytes, error: Exception, safe: bool, path: str) -> Checkpo
             "torch.serialization.add_safe_globals([...]) with these, or weights_only=False, "
             "which runs whatever code the checkpoint holds."
         )
+    return _not_saved(path, len(data), error)
+
+
+def _not_saved(path: str, size: int, error: Exception) -> CorruptCheckpointError:
     return CorruptCheckpointError(
-        f"{path} ({len(data)} bytes) is not what torch.save wrote: {type(error).__name__}: "
+        f"{path} ({size} bytes) is not what torch.save wrote: {type(error).__name__}: "
         f"{str(error).splitlines()[0] if str(error) else 'no message'}. Delete the .metadata of "
         "this checkpoint, so that it is passed over, and resume from the one before it."
     )

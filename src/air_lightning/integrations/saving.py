@@ -7,7 +7,7 @@ that nothing was bound to.
 import os
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -78,7 +78,8 @@ class Saves:
         self.group = None
         if world is not None:
             timeout = timedelta(seconds=self.timeout_s)
-            self.group = dist.new_group(backend="gloo", timeout=timeout)
+            group = dist.new_group(backend="gloo", timeout=timeout)
+            self.group = cast("dist.ProcessGroup", group)  # all ranks are members
         self._saver = AsyncSaver(
             process_group=self.group, no_dist=world is None, timeout_s=self.timeout_s
         )

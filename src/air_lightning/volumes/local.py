@@ -18,7 +18,6 @@ from typing import BinaryIO, TypeVar
 from air_lightning.errors import StorageError
 from air_lightning.volumes import path as volume_path
 from air_lightning.volumes.base import Entry, FileInfo, Listing
-from air_lightning.volumes.direct import writer_to
 from air_lightning.volumes.mount import MountGuard
 from air_lightning.volumes.reader import FileRanges, RetryingReader
 from air_lightning.volumes.retry import Retry, naming
@@ -127,6 +126,9 @@ class LocalStorage:
     @contextlib.contextmanager
     def open_write(self, name: str) -> Iterator[BinaryIO]:
         """See :class:`~air_lightning.volumes.base.Storage`."""
+        # It imports numpy, which those who list and read can do without.
+        from air_lightning.volumes.direct import writer_to
+
         target = self._local(name)
         temporary = temporary_name(target)
         file = self._call("create", name, lambda: self._create(temporary, name))
