@@ -31,8 +31,13 @@ _LASTING = (
     "moto",
 )
 
-# What pytest sets to name the phase a test is in, and Lightning with a torch that knows CUDA.
-_NOT_OF_TESTS = ("PYTEST_CURRENT_TEST", "PYTORCH_NVML_BASED_CUDA_CHECK")
+# What pytest sets to name the phase a test is in, Lightning with a torch that knows CUDA, and torch
+# when it imports more of itself.
+_NOT_OF_TESTS = (
+    "PYTEST_CURRENT_TEST",
+    "PYTORCH_NVML_BASED_CUDA_CHECK",
+    "TORCHINDUCTOR_CACHE_DIR",
+)
 
 _WORKER = os.environ.get("PYTEST_XDIST_WORKER")  # one of the processes of ``pytest -n``
 
