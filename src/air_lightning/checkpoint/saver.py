@@ -26,12 +26,13 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.storage import StorageWriter
 
-from air_lightning.checkpoint.blobs import SerializedBlob
+from air_lightning.checkpoint.blobs import nbytes
 from air_lightning.checkpoint.planner import FailedWriter, first_failure
 from air_lightning.checkpoint.planner import save as save_entries
 from air_lightning.checkpoint.sharing import own_share
 from air_lightning.checkpoint.staging import Stager
 from air_lightning.checkpoint.suspended import no_collections
+from air_lightning.checkpoint.turn import Turn
 from air_lightning.errors import InvalidArgumentError, SaveFailedError
 
 _log = logging.getLogger("air_lightning")
@@ -93,6 +94,7 @@ class AsyncSaver:
         self._stager = Stager()
         self._preparing: threading.Thread | None = None
         self._pid = os.getpid()
+        self._turn = Turn()
         self._lock = threading.Lock()
         self._idle = threading.Event()
         self._idle.set()
@@ -122,28 +124,31 @@ class AsyncSaver:
             unsure: Keys whose values may differ between ranks; then rank 0's is saved.
 
         Raises:
-            SaveFailedError: The save before this one failed, or still runs after the timeout.
+            SaveFailedError: The save before this one failed, or still runs after the timeout; or
+                this thread is in a call of this already.
         """
         begun = time.perf_counter()
         self.wait()
-        waited = time.perf_counter()
-        with no_collections():
-            staged, failure = self._stage(entries, unshared, unsure)
-        ended = time.perf_counter()
-        stats = SaveStats(ended - begun, ended - waited, 0.0, _nbytes(staged))
-        self.stats.append(stats)
-        with self._lock:
-            self._actions = [] if on_published is None else [on_published]
-            self._on_published = on_published
-            self._started = time.monotonic()
-            self._target = "the checkpoint"
-            self._idle.clear()
-        threading.Thread(
-            target=self._run,
-            args=(staged, make_writer, failure, stats),
-            name="air-lightning-save",
-            daemon=True,  # exit waits in _at_exit, with a bound; joining would have none
-        ).start()
+        with self._turn():
+            self.wait()  # for what a signal handler or another thread began meanwhile
+            waited = time.perf_counter()
+            with no_collections():
+                staged, failure = self._stage(entries, unshared, unsure)
+            ended = time.perf_counter()
+            stats = SaveStats(ended - begun, ended - waited, 0.0, nbytes(staged))
+            self.stats.append(stats)
+            with self._lock:
+                self._actions = [] if on_published is None else [on_published]
+                self._on_published = on_published
+                self._started = time.monotonic()
+                self._target = "the checkpoint"
+                self._idle.clear()
+            threading.Thread(
+                target=self._run,
+                args=(staged, make_writer, failure, stats),
+                name="air-lightning-save",
+                daemon=True,  # exit waits in _at_exit, with a bound; joining would have none
+            ).start()
 
     def prepare(self, tensors: Iterable[torch.Tensor]) -> None:
         """Allocate in the background what staging will need: the first save is then fast too.
@@ -309,17 +314,6 @@ class AsyncSaver:
                     return
                 action = self._actions.pop(0)
             _run_logged(action)
-
-
-def _nbytes(entries: Mapping[str, Any]) -> int:
-    total = 0
-    for value in entries.values():
-        if isinstance(value, SerializedBlob):
-            total += len(value.data)
-        elif isinstance(value, torch.Tensor):
-            local = getattr(value, "_local_tensor", value)
-            total += local.nbytes
-    return total
 
 
 def _run_logged(action: Callable[[], None]) -> None:
