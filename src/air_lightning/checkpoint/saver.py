@@ -37,8 +37,9 @@ from air_lightning.errors import InvalidArgumentError, SaveFailedError
 
 _log = logging.getLogger("air_lightning")
 
-# Of the background's thread. Its Python would take the interpreter's lock from the caller at once,
-# for 5 ms (sys.getswitchinterval) whenever the caller lets go of it on its way back.
+# How much later the background begins, unless it is waited for. Its Python would take the
+# interpreter's lock from the caller, for 5 ms (sys.getswitchinterval) whenever that lets go of it
+# on its way back to the training.
 _HEAD_START_S = 0.02
 
 
@@ -98,6 +99,7 @@ class AsyncSaver:
         self._lock = threading.Lock()
         self._idle = threading.Event()
         self._idle.set()
+        self._awaited = threading.Event()
         self._error: SaveFailedError | None = None
         self._target = ""
         self._started = 0.0
@@ -142,6 +144,7 @@ class AsyncSaver:
                 self._on_published = on_published
                 self._started = time.monotonic()
                 self._target = "the checkpoint"
+                self._awaited.clear()
                 self._idle.clear()
             threading.Thread(
                 target=self._run,
@@ -230,6 +233,8 @@ class AsyncSaver:
             _log.error("%s", error, exc_info=error)
 
     def _settled(self, timeout_s: float) -> bool:
+        if timeout_s:
+            self._awaited.set()
         # A forked child has no such thread, and would wait for ever.
         return os.getpid() != self._pid or self._idle.wait(timeout_s)
 
@@ -255,7 +260,7 @@ class AsyncSaver:
         stats: SaveStats,
     ) -> None:
         begun = time.perf_counter()
-        time.sleep(_HEAD_START_S)
+        self._awaited.wait(_HEAD_START_S)
         error: SaveFailedError | None = None
         try:
             self._write(staged, self._writer(make_writer, failure))
