@@ -3,6 +3,7 @@
 import os
 import pathlib
 import pickle
+import signal
 import subprocess
 import sys
 import textwrap
@@ -19,7 +20,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from air_lightning.checkpoint.dcp import UCVolumeReader, UCVolumeWriter
 from air_lightning.checkpoint.manifest import MANIFEST, METADATA
-from air_lightning.checkpoint.saver import AsyncSaver
+from air_lightning.checkpoint.saver import _HEAD_START_S, AsyncSaver
 from air_lightning.checkpoint.state import optimizer_names, read_checkpoint, to_entries
 from air_lightning.errors import CorruptCheckpointError, InvalidArgumentError, SaveFailedError
 from ranks import run_ranks
@@ -139,6 +140,106 @@ def test_second_save_waits_for_the_first(tmp_path, saver):
     assert _read(tmp_path / "a")[1]["value"] == 1.0
     assert _read(tmp_path / "b")[1]["value"] == 2.0
     opener.join()
+
+
+class Interrupted(dict):
+    """Entries during whose staging something else happens."""
+
+    def __init__(self, value, interrupt):
+        super().__init__(_entries(value))
+        self.interrupt = interrupt
+
+    def items(self):
+        if self.interrupt is not None:
+            interrupt, self.interrupt = self.interrupt, None
+            interrupt()
+        return super().items()
+
+
+def test_a_save_that_is_waited_for_begins_at_once(tmp_path, saver):
+    """The head start of a caller who goes on training is not for one who waits."""
+    for _ in range(8):
+        saver.save(_entries(), lambda: UCVolumeWriter(str(tmp_path / "c")))
+        saver.wait()
+    assert min(stats.write_s for stats in saver.stats) < _HEAD_START_S
+
+
+def test_threads_that_save_at_once_do_so_one_after_the_other(tmp_path, saver):
+    """A save that another thread asks for amid staging waits; each publishes its own values."""
+    started, done = threading.Event(), threading.Event()
+
+    def other():
+        started.wait(60)
+        saver.save(_entries(2.0), lambda: UCVolumeWriter(str(tmp_path / "b")))
+        done.set()
+
+    def interrupt():
+        started.set()
+        assert not done.wait(0.3)
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    saver.save(Interrupted(1.0, interrupt), lambda: UCVolumeWriter(str(tmp_path / "a")))
+    thread.join(60)
+    saver.wait()
+    for name, value in (("a", 1.0), ("b", 2.0)):
+        checkpoint, own = _read(tmp_path / name)
+        assert own["value"] == value
+        assert checkpoint["state_dict"]["w"].eq(value).all()
+
+
+def test_a_signal_handler_that_saves_amid_a_save_gets_an_error(tmp_path, saver):
+    """It would overwrite what is being staged; afterwards the same handler may save."""
+    caught = []
+
+    def handle(*_):
+        try:
+            saver.save(_entries(2.0), lambda: UCVolumeWriter(str(tmp_path / "b")))
+        except SaveFailedError as error:
+            caught.append(str(error))
+
+    def interrupt():
+        signal.raise_signal(signal.SIGUSR1)
+
+    before = signal.signal(signal.SIGUSR1, handle)
+    try:
+        saver.save(Interrupted(1.0, interrupt), lambda: UCVolumeWriter(str(tmp_path / "a")))
+        saver.wait()
+        assert len(caught) == 1
+        assert "signal handler" in caught[0]
+        assert _read(tmp_path / "a")[0]["state_dict"]["w"].eq(1.0).all()
+        interrupt()
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    saver.wait()
+    assert _read(tmp_path / "b")[1]["value"] == 2.0
+    assert len(caught) == 1
+
+
+def test_a_signal_handler_may_save_while_a_save_waits_for_the_one_before(tmp_path, saver):
+    """Nothing is staged yet: its save comes first, then the one that it interrupted."""
+    go = threading.Event()
+
+    def handle(*_):
+        go.set()
+        saver.save(_entries(2.0), lambda: UCVolumeWriter(str(tmp_path / "b"), global_step=1))
+
+    before = signal.signal(signal.SIGUSR1, handle)
+    main = threading.get_ident()
+    sender = threading.Timer(0.2, signal.pthread_kill, (main, signal.SIGUSR1))
+    try:
+        saver.save(_entries(1.0), lambda: SlowWriter(tmp_path / "a", go))
+        sender.start()
+        saver.save(_entries(3.0), lambda: UCVolumeWriter(str(tmp_path / "c")))
+        assert (tmp_path / "b" / METADATA).exists()
+        saver.wait()
+    finally:
+        sender.join()
+        signal.signal(signal.SIGUSR1, before)
+    for name, value in (("a", 1.0), ("b", 2.0), ("c", 3.0)):
+        checkpoint, own = _read(tmp_path / name)
+        assert own["value"] == value
+        assert checkpoint["state_dict"]["w"].eq(value).all()
 
 
 def test_failure_is_raised_once_and_names_the_path(tmp_path, saver):

@@ -149,3 +149,15 @@ def _refers(todo: list[Any], names: Collection[str]) -> bool:
         elif isinstance(item, list | tuple | set | frozenset):
             todo += item
     return False
+
+
+def nbytes(entries: Mapping[str, Any]) -> int:
+    """Bytes that this rank has of tensors and blobs."""
+    total = 0
+    for value in entries.values():
+        if isinstance(value, SerializedBlob):
+            total += len(value.data)
+        elif isinstance(value, torch.Tensor):
+            local = getattr(value, "_local_tensor", value)
+            total += local.nbytes
+    return total

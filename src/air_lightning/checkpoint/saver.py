@@ -26,18 +26,20 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.storage import StorageWriter
 
-from air_lightning.checkpoint.blobs import SerializedBlob
+from air_lightning.checkpoint.blobs import nbytes
 from air_lightning.checkpoint.planner import FailedWriter, first_failure
 from air_lightning.checkpoint.planner import save as save_entries
 from air_lightning.checkpoint.sharing import own_share
 from air_lightning.checkpoint.staging import Stager
 from air_lightning.checkpoint.suspended import no_collections
+from air_lightning.checkpoint.turn import Turn
 from air_lightning.errors import InvalidArgumentError, SaveFailedError
 
 _log = logging.getLogger("air_lightning")
 
-# Of the background's thread. Its Python would take the interpreter's lock from the caller at once,
-# for 5 ms (sys.getswitchinterval) whenever the caller lets go of it on its way back.
+# How much later the background begins, unless it is waited for. Its Python would take the
+# interpreter's lock from the caller, for 5 ms (sys.getswitchinterval) whenever that lets go of it
+# on its way back to the training.
 _HEAD_START_S = 0.02
 
 
@@ -93,9 +95,11 @@ class AsyncSaver:
         self._stager = Stager()
         self._preparing: threading.Thread | None = None
         self._pid = os.getpid()
+        self._turn = Turn()
         self._lock = threading.Lock()
         self._idle = threading.Event()
         self._idle.set()
+        self._awaited = threading.Event()
         self._error: SaveFailedError | None = None
         self._target = ""
         self._started = 0.0
@@ -122,28 +126,32 @@ class AsyncSaver:
             unsure: Keys whose values may differ between ranks; then rank 0's is saved.
 
         Raises:
-            SaveFailedError: The save before this one failed, or still runs after the timeout.
+            SaveFailedError: The save before this one failed, or still runs after the timeout; or
+                this thread is in a call of this already.
         """
         begun = time.perf_counter()
         self.wait()
-        waited = time.perf_counter()
-        with no_collections():
-            staged, failure = self._stage(entries, unshared, unsure)
-        ended = time.perf_counter()
-        stats = SaveStats(ended - begun, ended - waited, 0.0, _nbytes(staged))
-        self.stats.append(stats)
-        with self._lock:
-            self._actions = [] if on_published is None else [on_published]
-            self._on_published = on_published
-            self._started = time.monotonic()
-            self._target = "the checkpoint"
-            self._idle.clear()
-        threading.Thread(
-            target=self._run,
-            args=(staged, make_writer, failure, stats),
-            name="air-lightning-save",
-            daemon=True,  # exit waits in _at_exit, with a bound; joining would have none
-        ).start()
+        with self._turn():
+            self.wait()  # for what a signal handler or another thread began meanwhile
+            waited = time.perf_counter()
+            with no_collections():
+                staged, failure = self._stage(entries, unshared, unsure)
+            ended = time.perf_counter()
+            stats = SaveStats(ended - begun, ended - waited, 0.0, nbytes(staged))
+            self.stats.append(stats)
+            with self._lock:
+                self._actions = [] if on_published is None else [on_published]
+                self._on_published = on_published
+                self._started = time.monotonic()
+                self._target = "the checkpoint"
+                self._awaited.clear()
+                self._idle.clear()
+            threading.Thread(
+                target=self._run,
+                args=(staged, make_writer, failure, stats),
+                name="air-lightning-save",
+                daemon=True,  # exit waits in _at_exit, with a bound; joining would have none
+            ).start()
 
     def prepare(self, tensors: Iterable[torch.Tensor]) -> None:
         """Allocate in the background what staging will need: the first save is then fast too.
@@ -225,6 +233,8 @@ class AsyncSaver:
             _log.error("%s", error, exc_info=error)
 
     def _settled(self, timeout_s: float) -> bool:
+        if timeout_s:
+            self._awaited.set()
         # A forked child has no such thread, and would wait for ever.
         return os.getpid() != self._pid or self._idle.wait(timeout_s)
 
@@ -250,7 +260,7 @@ class AsyncSaver:
         stats: SaveStats,
     ) -> None:
         begun = time.perf_counter()
-        time.sleep(_HEAD_START_S)
+        self._awaited.wait(_HEAD_START_S)
         error: SaveFailedError | None = None
         try:
             self._write(staged, self._writer(make_writer, failure))
@@ -309,17 +319,6 @@ class AsyncSaver:
                     return
                 action = self._actions.pop(0)
             _run_logged(action)
-
-
-def _nbytes(entries: Mapping[str, Any]) -> int:
-    total = 0
-    for value in entries.values():
-        if isinstance(value, SerializedBlob):
-            total += len(value.data)
-        elif isinstance(value, torch.Tensor):
-            local = getattr(value, "_local_tensor", value)
-            total += local.nbytes
-    return total
 
 
 def _run_logged(action: Callable[[], None]) -> None:
