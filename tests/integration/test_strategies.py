@@ -421,8 +421,9 @@ class RowMeans(torch.optim.Optimizer):
             means = parameter.grad.abs().mean(-1, keepdim=True)
             state["means"] = state.get("means", means) * 0.5 + means * 0.5
             with torch.no_grad():
-                # Not sub_: newer torch takes means of another placement out of place alone.
-                parameter.copy_(parameter - state["means"] * 0.01)
+                # By parts: newer torch replicates the means of one row, and then takes no sub_.
+                means = state["means"].redistribute(placements=parameter.placements)
+                parameter.to_local().sub_(means.to_local() * 0.01)
         return loss
 
 
