@@ -4,6 +4,7 @@ import errno
 import fcntl
 import os
 import resource
+import struct
 import subprocess
 from pathlib import Path
 
@@ -113,6 +114,44 @@ def test_an_error_of_the_disk_is_not_taken_for_a_refusal(on_disk, tmp_path):
     assert raised.value.filename == str(on_disk / "c.bin")
     writer.close()
     assert raw.closed
+
+
+@pytest.fixture
+def a_disk(tmp_path):
+    """A small disk of its own, and a function that takes its power away and gives it back."""
+    image, point = tmp_path / "image", tmp_path / "disk"
+    point.mkdir()
+    image.write_bytes(b"")
+    os.truncate(image, 64 << 20)
+    subprocess.run(["mkfs.ext4", "-q", str(image)], check=True)
+    mount = ["mount", "-o", "loop", str(image), str(point)]
+    subprocess.run(mount, check=True)
+
+    def lose_power():
+        handle = os.open(point, os.O_RDONLY)
+        # What is not on the disk yet never comes there (EXT4_IOC_SHUTDOWN, without the journal).
+        fcntl.ioctl(handle, 0x8004587D, struct.pack("I", 2))
+        os.close(handle)
+        subprocess.run(["umount", str(point)], check=True)
+        subprocess.run(mount, check=True)
+
+    yield point, lose_power
+    subprocess.run(["umount", str(point)], check=True)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting needs root")
+def test_what_was_written_is_there_after_a_loss_of_power(a_disk):
+    """Large and small files, in directories made for them, under their final names."""
+    directory, lose_power = a_disk
+    content = os.urandom(BUFFER + 10)
+    for number in range(3):
+        storage = open_storage(f"file://{directory}/{number}")
+        with storage.open_write("shard") as file:
+            file.write(content)
+        storage.write_bytes("last", content[:10])
+        lose_power()
+        assert storage.read_bytes("shard") == content
+        assert storage.read_bytes("last") == content[:10]
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounting needs root")

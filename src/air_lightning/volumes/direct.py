@@ -4,9 +4,8 @@ A checkpoint is written once and, as a rule, never read by the machine that wrot
 page cache each of its bytes costs a page to be found, a copy, and a write-back by the kernel's own
 threads, which training on a CPU waits for; and it evicts what was of use there, the training files.
 
-Only file systems of local disks are written so. On a mount that takes a
-file front to back only it would be an error: the kernel sends the parts of a direct write side by
-side.
+Only file systems of local disks are written so. On a mount that takes a file front to back only it
+would be an error: the kernel sends the parts of a direct write side by side.
 """
 
 import errno
@@ -18,7 +17,7 @@ from typing import Any, BinaryIO, cast
 
 import numpy as np
 
-from air_lightning.volumes.mount import file_system_type
+from air_lightning.volumes.mount import is_local_disk
 from air_lightning.volumes.writer import GatheringWriter, NamedFile
 
 try:
@@ -28,7 +27,6 @@ except ImportError:  # no POSIX: there is no such flag either
 
 BUFFER = 2 << 20  # bytes; a multiple of every block size, and as fast as 8 MB from two threads
 _DIRECT = getattr(os, "O_DIRECT", 0)
-_LOCAL_DISKS = frozenset({"ext2", "ext3", "ext4", "xfs", "overlay"})
 
 
 def writer_to(file: NamedFile, directory: str, buffer_size: int) -> BinaryIO:
@@ -39,7 +37,7 @@ def writer_to(file: NamedFile, directory: str, buffer_size: int) -> BinaryIO:
         directory: The absolute path of the directory that it is in.
         buffer_size: Bytes that a writer through the cache collects.
     """
-    if _DIRECT and file_system_type(directory) in _LOCAL_DISKS:
+    if _DIRECT and is_local_disk(directory):
         return cast("BinaryIO", DirectWriter(file))
     return GatheringWriter(file, buffer_size=buffer_size)
 

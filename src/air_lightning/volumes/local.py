@@ -1,6 +1,7 @@
 """Storage on a mounted file system: volumes behind FUSE, ``file://`` and local paths.
 
-Writing a file: a hidden temporary name in the same directory, front to back, fsync, close, rename.
+Writing a file: a hidden temporary name in the same directory, front to back, fsync, close, rename;
+on local disks then fsync of the directory.
 Where the mount refuses the rename, the bytes are written once more, under the final name.
 """
 
@@ -24,7 +25,13 @@ from air_lightning.volumes.retry import Retry, naming
 from air_lightning.volumes.statx import size_and_mtime
 from air_lightning.volumes.transfer import Download, State, Times
 from air_lightning.volumes.walk import Walk, is_circular
-from air_lightning.volumes.writer import NamedFile, make_directories, unmakeable
+from air_lightning.volumes.writer import (
+    NamedFile,
+    make_directories,
+    sync_directory,
+    sync_file,
+    unmakeable,
+)
 
 _logger = logging.getLogger("air_lightning")
 _T = TypeVar("_T")
@@ -32,7 +39,6 @@ _T = TypeVar("_T")
 _CHUNK = 4 << 20  # bytes of one read or write; large, since each may be one request
 _CANNOT_RENAME = (errno.EPERM, errno.EACCES, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 _CANNOT_FOLLOW = (errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.ENOSYS, errno.EOPNOTSUPP)
-_CANNOT_FSYNC = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EROFS)
 
 
 class LocalStorage:
@@ -136,7 +142,7 @@ class LocalStorage:
             with writer_to(file, os.path.dirname(temporary), _CHUNK) as writer:
                 yield writer
                 with naming("write", self._visible(name)):
-                    _sync(writer)
+                    sync_file(writer)
             self._publish(name, temporary, target)
         except BaseException:
             _discard(temporary)
@@ -150,7 +156,7 @@ class LocalStorage:
         def write() -> None:
             with self._create(temporary, name, "wb") as file, io.BufferedWriter(file) as writer:
                 writer.write(data)
-                _sync(writer)
+                sync_file(writer)
 
         try:
             self._call("write", name, write)
@@ -231,6 +237,8 @@ class LocalStorage:
             _logger.debug("%s: rename is refused here; writing it again", self._visible(name))
             self._call("write", name, lambda: _write_again(temporary, target))
             _discard(temporary)
+        with naming("publish", self._visible(name)):
+            sync_directory(os.path.dirname(target))
 
 
 class _Source:
@@ -301,15 +309,6 @@ def temporary_name(target: str) -> str:
     return f"{head}/.{tail}.{os.getpid()}-{secrets.token_hex(4)}.tmp"
 
 
-def _sync(writer: BinaryIO) -> None:
-    writer.flush()
-    try:
-        os.fsync(writer.fileno())
-    except OSError as error:
-        if error.errno not in _CANNOT_FSYNC:
-            raise
-
-
 def _rename(temporary: str, target: str, size: int) -> None:
     try:
         os.replace(temporary, target)
@@ -323,7 +322,7 @@ def _write_again(temporary: str, target: str) -> None:
     try:
         with open(temporary, "rb") as source, open(target, "wb", buffering=_CHUNK) as file:
             shutil.copyfileobj(source, file, _CHUNK)
-            _sync(file)
+            sync_file(file)
     except BaseException:
         _discard(target)
         raise

@@ -14,6 +14,7 @@ from typing import TextIO, TypeVar
 _T = TypeVar("_T")
 
 _MOUNTS = "/proc/self/mountinfo"
+_LOCAL_DISKS = frozenset({"ext2", "ext3", "ext4", "xfs", "overlay"})
 
 
 class MountGuard:
@@ -45,6 +46,15 @@ class MountGuard:
         """Raise ENOTCONN if the mount is gone. Asks the kernel, never the mount: it may hang."""
         if self._point and self._point != "/" and self._point not in _mount_points():
             raise OSError(errno.ENOTCONN, f"{self._point} is no longer mounted") from cause
+
+
+def is_local_disk(directory: str) -> bool:
+    """Whether a directory lies on a disk of this machine, as far as one can know.
+
+    Args:
+        directory: An absolute path on this machine.
+    """
+    return file_system_type(directory) in _LOCAL_DISKS
 
 
 def file_system_type(directory: str) -> str:

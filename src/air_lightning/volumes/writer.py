@@ -1,14 +1,18 @@
 """A local file being written: errors name it as users know it, and many pieces go in one call."""
 
+import errno
 import io
 import os
 import stat
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, BinaryIO
 
 from air_lightning.errors import StorageError
+from air_lightning.volumes.mount import is_local_disk
 from air_lightning.volumes.reader import advance, first_views
 from air_lightning.volumes.retry import naming
+
+_CANNOT_FSYNC = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EROFS)
 
 
 class NamedFile(io.FileIO):
@@ -51,6 +55,30 @@ class GatheringWriter(io.BufferedWriter):
         """Write all of them, after what was written before."""
         self.flush()
         self.raw.write_views(views)
+
+
+def sync_file(writer: BinaryIO) -> None:
+    """Let the bytes of a file outlive a loss of power, where its file system can."""
+    writer.flush()
+    try:
+        os.fsync(writer.fileno())
+    except OSError as error:
+        if error.errno not in _CANNOT_FSYNC:
+            raise
+
+
+def sync_directory(directory: str) -> None:
+    """Let the names in a directory of a local disk outlive a loss of power; elsewhere do nothing.
+
+    A file's own fsync keeps its bytes, not the name that it is given afterwards.
+    """
+    if not is_local_disk(directory):
+        return
+    handle = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 def make_directories(directory: str) -> None:
