@@ -113,6 +113,17 @@ def test_without_a_recorded_step_the_name_tells(tmp_path: Path) -> None:
     assert [r.step for r in list_checkpoints(tmp_path)] == [10, 9, 8, None]
 
 
+def test_a_directory_of_lightnings_tells_its_step_from_within(tmp_path: Path) -> None:
+    """A sharded ``last.ckpt`` that Lightning wrote is newest where it is of the latest step."""
+    for name, extra in (("step=6.ckpt", 6), ("last.ckpt", 8), ("other", 9)):
+        dcp.save({"x": torch.ones(2)}, storage_writer=dcp.FileSystemWriter(tmp_path / name))
+        torch.save({"global_step": extra}, tmp_path / name / "meta.pt")
+    (tmp_path / "other" / "meta.pt").write_bytes(b"garbage")
+    assert find_latest_valid(tmp_path) == str(tmp_path / "last.ckpt")
+    steps = {os.path.basename(each.path): each.step for each in list_checkpoints(tmp_path)}
+    assert steps == {"step=6.ckpt": 6, "last.ckpt": 8, "other": None}
+
+
 def test_ties_go_to_the_later_one(tmp_path: Path) -> None:
     """Of two checkpoints of one step, the one published later is newest."""
     make(tmp_path, "z-first", step=5, time=1.0)

@@ -22,9 +22,11 @@ from air_lightning.checkpoint.manifest import (
     read_manifest,
     step_in_name,
 )
+from air_lightning.checkpoint.outline import outline
 from air_lightning.errors import AirError, CheckpointError, UnsafeCheckpointError
 from air_lightning.volumes.storage import FileInfo, Storage, open_storage
 
+_EXTRA = "meta.pt"  # where Lightning's sharded checkpoints keep all but tensors
 _PIECE = 8 << 20
 _GLANCE = 1000  # entries
 
@@ -35,7 +37,8 @@ class CheckpointRecord:
 
     Attributes:
         path: The directory, as users see it.
-        step: Global step, from the manifest, else from the name; None when neither tells.
+        step: Global step, from the manifest, else from the name, else from what Lightning wrote of
+            itself; None when none tells.
         epoch: Epoch, from the manifest.
         world_size: Number of ranks that wrote, from the manifest.
         time: When it was published, in seconds since 1970 (UTC).
@@ -78,12 +81,25 @@ def look(path: str, options: dict[str, Any] | None) -> Candidate:
         if manifest is None:
             # A mount may tell of a file for a while after it was deleted; it cannot be opened then.
             storage.read_bytes(METADATA, 0, 1)
+            if record.step is None:
+                record = replace(record, step=_lightnings_step(storage))
     except (OSError, AirError) as error:
         if isinstance(error, OSError) and is_missing(error):
             return Candidate(replace(record, time=None), storage, None, None)
         size = None if marker is None else marker.size
         return Candidate(_unreadable(record, error), storage, None, size)
     return Candidate(_with_manifest(record, manifest), storage, manifest, marker.size)
+
+
+def _lightnings_step(storage: Storage) -> int | None:
+    """The step of a sharded directory that Lightning wrote under another name: ``last.ckpt``."""
+    try:
+        with storage.open_read(_EXTRA) as stream:
+            found = outline(stream)
+    except Exception:  # noqa: BLE001 - there is none, or zipfile and pickle raise what comes
+        return None
+    step = found.get("global_step") if isinstance(found, dict) else None
+    return step if isinstance(step, int) else None
 
 
 def no_checkpoint(storage: Storage, otherwise: str) -> CheckpointError:
