@@ -17,6 +17,7 @@ from slow_mount import Mount, has_fuse, slow_mount
 
 from air_lightning import DataLoader, UCVolumeDataset
 from air_lightning.errors import FileChangedError, WorkerDiedError
+from air_lightning.volumes.mount import MountGuard
 from air_lightning.volumes.retry import Retry
 from air_lightning.volumes.storage import open_storage
 
@@ -116,6 +117,25 @@ def test_a_mount_that_goes_away_and_returns_costs_no_file(mount, killed):
     items += flat(batches)
     back.join()
     assert_each_once(items)
+
+
+def test_a_mount_that_is_back_before_it_is_looked_for_costs_no_file(mount):
+    """A file that seemed missing while it was away is asked for again; a missing one stays so."""
+    absences = []
+
+    def ask() -> int:
+        if not absences:
+            mount.go_away()
+        try:
+            return os.stat(f"{mount}/00007.bin").st_size
+        finally:
+            if not absences:
+                absences.append(1)
+                mount.come_back()
+
+    assert MountGuard(str(mount)).run(ask) == SIZE
+    with pytest.raises(FileNotFoundError):
+        MountGuard(str(mount)).run(lambda: os.stat(f"{mount}/no-such-file"))
 
 
 @pytest.mark.slow

@@ -37,6 +37,15 @@ class MountGuard:
         if self._point is None:
             self._point = _mount_point(self._directory)
         try:
+            return self._checked(action)
+        except FileNotFoundError:
+            if not self._may_go:
+                raise
+        # It may have been away when it was asked, and be back when it was looked for.
+        return self._checked(action)
+
+    def _checked(self, action: Callable[[], _T]) -> _T:
+        try:
             return action()
         except FileNotFoundError as error:
             self.check(error)
@@ -44,8 +53,12 @@ class MountGuard:
 
     def check(self, cause: BaseException | None = None) -> None:
         """Raise ENOTCONN if the mount is gone. Asks the kernel, never the mount: it may hang."""
-        if self._point and self._point != "/" and self._point not in _mount_points():
+        if self._may_go and self._point not in _mount_points():
             raise OSError(errno.ENOTCONN, f"{self._point} is no longer mounted") from cause
+
+    @property
+    def _may_go(self) -> bool:
+        return self._point not in (None, "", "/")
 
 
 def is_local_disk(directory: str) -> bool:
