@@ -20,7 +20,7 @@ _LOOK_EVERY_S = 1.0
 
 def outliving(init: Callable[[int], None]) -> Callable[[int], None]:
     """A ``worker_init_fn`` that lets the worker outlive its job's SIGTERM, then calls ``init``."""
-    return functools.partial(_start_worker, init)
+    return functools.partial(_start_worker, init, os.getpid())
 
 
 def block_termination() -> None:
@@ -29,13 +29,20 @@ def block_termination() -> None:
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
 
 
-def _start_worker(init: Callable[[int], None], worker: int) -> None:
+def _start_worker(init: Callable[[int], None], parent: int, worker: int) -> None:
     # Before any thread is started: those would else take the signal, and end the process.
     block_termination()
     if hasattr(signal, "sigtimedwait"):
-        threading.Thread(
-            target=_obey, args=(os.getppid(),), name="air-lightning-term", daemon=True
-        ).start()
+        # The parent as it was when it forked: one that is gone by now has another in its place.
+        thread = threading.Thread(
+            target=_obey, args=(parent,), name="air-lightning-term", daemon=True
+        )
+        try:
+            thread.start()
+        except RuntimeError:
+            # No thread is to be had (ulimit -u): nobody would obey, and who ends us waits for that.
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+            raise
     init(worker)
 
 

@@ -200,7 +200,11 @@ class RoundRobinIter(_MultiProcessingDataLoaderIter):
 
     def __init__(self, loader: "DataLoader[Any]", first_worker: int) -> None:
         self._first_worker = first_worker
-        super().__init__(loader)
+        try:
+            super().__init__(loader)
+        except BaseException:
+            self._shutdown = True  # what torch's own end of it looks at may not be there yet
+            raise
 
     @override
     def _try_put_index(self) -> None:
