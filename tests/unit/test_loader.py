@@ -322,6 +322,23 @@ def test_workers_end_with_the_loader():
         gc.enable()
 
 
+def test_workers_end_at_once_when_the_loader_is_garbage():
+    """By what they are told, also where the collector finds loader and queues in one cycle."""
+    gc.disable()
+    try:
+        cycle = [loader_of(Numbers(30), num_workers=2)]
+        next(iter(cycle[0]))
+        workers = cycle[0]._iterator._workers
+        cycle.append(cycle)
+        del cycle
+        began = time.monotonic()
+        gc.collect()
+        assert time.monotonic() - began < 4, "torch terminates those that it cannot tell after 5 s"
+        assert [worker.exitcode for worker in workers] == [0, 0]
+    finally:
+        gc.enable()
+
+
 def test_workers_live_through_epochs():
     """The same worker processes serve every epoch."""
     loader = loader_of(Pids(6), num_workers=2)
