@@ -10,6 +10,7 @@ import random
 import resource
 import select
 import signal
+import tempfile
 import threading
 import time
 import warnings
@@ -1070,3 +1071,34 @@ def _fail_to_outlive() -> None:
     with pytest.raises(RuntimeError, match="start new thread"):
         outliving(print)(0)
     os.kill(os.getpid(), signal.SIGTERM)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_workers_that_their_process_ends_or_leaves_remove_their_sockets(tmp_path, number):
+    """A script that ends with its loader in use terminates them; a killed one does not even."""
+    (pid,) = start_ranks(_leave_workers, tmp_path, number, world_size=1)
+    os.waitpid(pid, 0)
+    deadline = time.monotonic() + 20
+    while list(tmp_path.glob("pymp-*")):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert (tmp_path / "there-were").exists()
+
+
+def _leave_workers(directory: Path, number: int) -> None:
+    tempfile.tempdir = str(directory)
+    vars(multiprocessing.current_process())["_config"].pop("tempdir", None)  # the test process's
+    loader = loader_of(Large(8), num_workers=2)
+    next(iter(loader))
+    assert list(directory.glob("pymp-*"))
+    (directory / "there-were").touch()
+    if number == signal.SIGKILL:
+        os.kill(os.getpid(), number)
+    for worker in loader._iterator._workers:  # as multiprocessing does at the exit
+        worker.terminate()
+        worker.join()
+
+
+class Large(Numbers):
+    def __iter__(self) -> Iterator[Any]:
+        return (torch.full((1000,), number) for number in super().__iter__())

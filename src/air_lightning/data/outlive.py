@@ -11,9 +11,11 @@ a thread waits for it. Programs that a worker starts inherit that: end them by `
 
 import functools
 import os
+import shutil
 import signal
 import threading
 from collections.abc import Callable
+from multiprocessing import process
 
 _LOOK_EVERY_S = 1.0
 
@@ -35,7 +37,7 @@ def _start_worker(init: Callable[[int], None], parent: int, worker: int) -> None
     if hasattr(signal, "sigtimedwait"):
         # The parent as it was when it forked: one that is gone by now has another in its place.
         thread = threading.Thread(
-            target=_obey, args=(parent,), name="air-lightning-term", daemon=True
+            target=_obey, args=(parent, _sockets()), name="air-lightning-term", daemon=True
         )
         try:
             thread.start()
@@ -46,8 +48,17 @@ def _start_worker(init: Callable[[int], None], parent: int, worker: int) -> None
     init(worker)
 
 
-def _obey(parent: int) -> None:
+def _obey(parent: int, inherited: str | None) -> None:
     while True:
         told = signal.sigtimedwait({signal.SIGTERM}, _LOOK_EVERY_S)
         if os.getppid() != parent or (told is not None and told.si_pid == parent):
+            own = _sockets()
+            if own is not None and own != inherited:
+                shutil.rmtree(own, ignore_errors=True)
             os._exit(0)
+
+
+def _sockets() -> str | None:
+    """The directory in which this process hands out tensors; an exit of its own removes it."""
+    directory: str | None = vars(process.current_process())["_config"].get("tempdir")
+    return directory
