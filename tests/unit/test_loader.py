@@ -1033,6 +1033,21 @@ def test_workers_that_were_started_end_when_others_cannot_be():
     assert [item for batch in loader for item in batch] == [0, 3, 6, 1, 4, 7, 2, 5, 8]
 
 
+def test_every_worker_outlives_the_signal_from_its_first_moment():
+    """The first one, too, which does not hold still: until its init it has no thread for it."""
+    context = StartInTurn(2, 0, lambda: None)
+    workers = [context.Process(target=_exit_by_mask) for _ in range(2)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join(30)
+        assert worker.exitcode == 0
+
+
+def _exit_by_mask() -> None:
+    os._exit(signal.SIGTERM not in signal.pthread_sigmask(signal.SIG_BLOCK, []))
+
+
 def test_a_worker_whose_process_was_killed_while_it_held_still_ends(tmp_path):
     """It has another parent by the time that it begins to look for its own."""
     reader, writer = os.pipe()  # as long as a worker lives it has the other end

@@ -26,7 +26,7 @@ def outliving(init: Callable[[int], None]) -> Callable[[int], None]:
 
 
 def block_termination() -> None:
-    """Leave the signal to what ``outliving`` starts later: for a worker that waits before that."""
+    """Leave the signal to what ``outliving`` starts later: for what a worker does before that."""
     if hasattr(signal, "sigtimedwait"):
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
 

@@ -44,8 +44,8 @@ class StartInTurn(ForkContext):
 
     def Process(self, *args: Any, **kwargs: Any) -> BaseProcess:  # type: ignore[override] # noqa: N802 - the name of the class that it stands for
         """A process whose ``start`` waits for the last one's."""
-        if len(self._made) != self._first:
-            kwargs["target"] = functools.partial(_run_held, self._hold, kwargs["target"])
+        hold = None if len(self._made) == self._first else self._hold
+        kwargs["target"] = functools.partial(_run_held, hold, kwargs["target"])
         process: Any = super().Process(*args, **kwargs)
         self._made.append(process)
         process.start = self._start_last if len(self._made) == self._count else _later
@@ -68,10 +68,11 @@ def _later() -> None:
     """Start nothing: the last one starts all."""
 
 
-def _run_held(hold: Callable[[], None], target: Callable[..., Any], *args: Any) -> None:
+def _run_held(hold: Callable[[], None] | None, target: Callable[..., Any], *args: Any) -> None:
     block_termination()
     try:
-        hold()
+        if hold is not None:
+            hold()
     except KeyboardInterrupt:
         return  # without a word, as torch's workers
     target(*args)
