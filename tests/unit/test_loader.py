@@ -7,10 +7,15 @@ import multiprocessing
 import os
 import pickle
 import random
+import resource
+import select
 import signal
+import tempfile
 import threading
+import time
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,6 +31,7 @@ from torch.utils.data._utils.pin_memory import pin_memory
 
 from air_lightning.data.dataset import UCVolumeDataset
 from air_lightning.data.loader import DataLoader
+from air_lightning.data.outlive import outliving
 from air_lightning.data.stream import Grid, current_grid
 from air_lightning.data.worker import Delivered, Standing
 from air_lightning.data.workers import StartInTurn
@@ -37,6 +43,7 @@ from air_lightning.errors import (
     StateError,
     WorkerDiedError,
 )
+from ranks import run_ranks, start_ranks
 
 pytestmark = [
     pytest.mark.timeout(60),
@@ -312,6 +319,23 @@ def test_workers_end_with_the_loader():
         del loader, iterator
         process.join(10)
         assert not process.is_alive()
+    finally:
+        gc.enable()
+
+
+def test_workers_end_at_once_when_the_loader_is_garbage():
+    """By what they are told, also where the collector finds loader and queues in one cycle."""
+    gc.disable()
+    try:
+        cycle = [loader_of(Numbers(30), num_workers=2)]
+        next(iter(cycle[0]))
+        workers = cycle[0]._iterator._workers
+        cycle.append(cycle)
+        del cycle
+        began = time.monotonic()
+        gc.collect()
+        assert time.monotonic() - began < 4, "torch terminates those that it cannot tell after 5 s"
+        assert [worker.exitcode for worker in workers] == [0, 0]
     finally:
         gc.enable()
 
@@ -986,3 +1010,110 @@ def test_a_worker_that_holds_still_outlives_the_signal_that_its_job_gets():
     for worker in workers:
         worker.join(30)
         assert worker.exitcode == 0
+
+
+def test_workers_that_were_started_end_when_others_cannot_be():
+    """Wherever in the start a limit is met: nobody would ask them, nor wait for them."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    before, here = multiprocessing.active_children(), len(os.listdir("/proc/self/fd"))
+    loader = loader_of(Numbers(9), num_workers=3)
+    failed = 0
+    for limit in range(here + 8, here + 400, 2):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+        try:
+            iter(loader)
+        except OSError:
+            failed += 1
+            assert multiprocessing.active_children() == before
+        else:
+            break
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert failed
+    assert [item for batch in loader for item in batch] == [0, 3, 6, 1, 4, 7, 2, 5, 8]
+
+
+def test_every_worker_outlives_the_signal_from_its_first_moment():
+    """The first one, too, which does not hold still: until its init it has no thread for it."""
+    context = StartInTurn(2, 0, lambda: None)
+    workers = [context.Process(target=_exit_by_mask) for _ in range(2)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join(30)
+        assert worker.exitcode == 0
+
+
+def _exit_by_mask() -> None:
+    os._exit(signal.SIGTERM not in signal.pthread_sigmask(signal.SIG_BLOCK, []))
+
+
+def test_a_worker_whose_process_was_killed_while_it_held_still_ends(tmp_path):
+    """It has another parent by the time that it begins to look for its own."""
+    reader, writer = os.pipe()  # as long as a worker lives it has the other end
+    (killed,) = start_ranks(_start_and_die, tmp_path, world_size=1)
+    os.close(writer)
+    os.waitpid(killed, 0)
+    assert (tmp_path / "holds").exists()
+    assert select.select([reader], [], [], 20)[0]
+    os.close(reader)
+
+
+def _start_and_die(directory: Path) -> None:
+    parent = os.getpid()
+
+    def hold() -> None:
+        (directory / "holds").touch()
+        os.kill(parent, signal.SIGKILL)
+        while os.getppid() == parent:
+            time.sleep(0.001)
+
+    context = StartInTurn(2, 0, hold)
+    target = outliving(lambda _: time.sleep(60))
+    workers = [context.Process(target=target, args=(worker,)) for worker in range(2)]
+    for worker in workers:
+        worker.start()
+    time.sleep(60)
+
+
+def test_a_worker_without_a_thread_for_it_ends_by_the_signal():
+    """Where no thread is to be had it would else be blocked, and whoever ends workers wait."""
+    assert run_ranks(_fail_to_outlive) == [-signal.SIGTERM]
+
+
+def _fail_to_outlive() -> None:
+    threading.stack_size(1 << 46)
+    with pytest.raises(RuntimeError, match="start new thread"):
+        outliving(print)(0)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_workers_that_their_process_ends_or_leaves_remove_their_sockets(tmp_path, number):
+    """A script that ends with its loader in use terminates them; a killed one does not even."""
+    (pid,) = start_ranks(_leave_workers, tmp_path, number, world_size=1)
+    os.waitpid(pid, 0)
+    deadline = time.monotonic() + 20
+    while list(tmp_path.glob("pymp-*")):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert (tmp_path / "there-were").exists()
+
+
+def _leave_workers(directory: Path, number: int) -> None:
+    tempfile.tempdir = str(directory)
+    vars(multiprocessing.current_process())["_config"].pop("tempdir", None)  # the test process's
+    loader = loader_of(Large(8), num_workers=2)
+    next(iter(loader))
+    assert list(directory.glob("pymp-*"))
+    (directory / "there-were").touch()
+    if number == signal.SIGKILL:
+        os.kill(os.getpid(), number)
+    for worker in loader._iterator._workers:  # as multiprocessing does at the exit
+        worker.terminate()
+        worker.join()
+
+
+class Large(Numbers):
+    def __iter__(self) -> Iterator[Any]:
+        return (torch.full((1000,), number) for number in super().__iter__())

@@ -1,6 +1,7 @@
 """How batches leave a worker: what is small in the message itself, everything as it was."""
 
 import pickle
+import threading
 from collections.abc import Iterator
 from multiprocessing import resource_sharer
 from typing import Any
@@ -15,6 +16,7 @@ from torch.utils.data import IterableDataset
 from air_lightning.data import parcel
 from air_lightning.data.loader import DataLoader
 from air_lightning.data.worker import Delivered, Standing
+from air_lightning.errors import InvalidTypeError
 
 pytestmark = [
     pytest.mark.timeout(60),
@@ -117,4 +119,28 @@ def test_a_batch_of_labels_with_its_standing_is_written_to_a_pipe_in_one_piece()
     """So a worker that is killed leaves no half of one, which the loader would wait for."""
     state = {"version": 1, "files": {"count": 10**9, "fingerprint": "f" * 32}, "delivered": 10**9}
     labels = torch.zeros(parcel.MAX_BYTES, dtype=torch.uint8)
-    assert len(pickle.dumps(Delivered(labels, 47, Standing(10**9, state)))) < 4096
+    assert len(pickle.dumps(Delivered(labels, 47, Standing(10**9, state)).packed())) < 4096
+
+
+class Packer:
+    """Sends what it was packed by."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return str, (threading.current_thread().name,)
+
+
+def test_a_batch_is_packed_by_the_thread_that_made_it():
+    """Before the worker goes on: what it does with its buffers later changes no small batch."""
+    assert through_a_worker([Packer()]) == ["MainThread"]
+
+
+def test_a_batch_that_cannot_be_sent_is_an_error_and_the_next_one_comes():
+    """Where it was packed in the queue's thread, the loader waited for it without end."""
+    lost = torch.ones(2, requires_grad=True) * 2
+    items = [lambda: 0, 1, {"a": lost}, 2]
+    loader = DataLoader(Given(items), batch_size=None, num_workers=1, collate_fn=lambda item: item)
+    batches = iter(loader)
+    for wanted, kind, why in [(1, "function", "pickle"), (2, "dict", "non-leaf")]:
+        with pytest.raises(InvalidTypeError, match=rf"type {kind} cannot be sent.*{why}"):
+            next(batches)
+        assert next(batches) == wanted

@@ -11,36 +11,54 @@ a thread waits for it. Programs that a worker starts inherit that: end them by `
 
 import functools
 import os
+import shutil
 import signal
 import threading
 from collections.abc import Callable
+from multiprocessing import process
 
 _LOOK_EVERY_S = 1.0
 
 
 def outliving(init: Callable[[int], None]) -> Callable[[int], None]:
     """A ``worker_init_fn`` that lets the worker outlive its job's SIGTERM, then calls ``init``."""
-    return functools.partial(_start_worker, init)
+    return functools.partial(_start_worker, init, os.getpid())
 
 
 def block_termination() -> None:
-    """Leave the signal to what ``outliving`` starts later: for a worker that waits before that."""
+    """Leave the signal to what ``outliving`` starts later: for what a worker does before that."""
     if hasattr(signal, "sigtimedwait"):
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
 
 
-def _start_worker(init: Callable[[int], None], worker: int) -> None:
+def _start_worker(init: Callable[[int], None], parent: int, worker: int) -> None:
     # Before any thread is started: those would else take the signal, and end the process.
     block_termination()
     if hasattr(signal, "sigtimedwait"):
-        threading.Thread(
-            target=_obey, args=(os.getppid(),), name="air-lightning-term", daemon=True
-        ).start()
+        # The parent as it was when it forked: one that is gone by now has another in its place.
+        thread = threading.Thread(
+            target=_obey, args=(parent, _sockets()), name="air-lightning-term", daemon=True
+        )
+        try:
+            thread.start()
+        except RuntimeError:
+            # No thread is to be had (ulimit -u): nobody would obey, and who ends us waits for that.
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+            raise
     init(worker)
 
 
-def _obey(parent: int) -> None:
+def _obey(parent: int, inherited: str | None) -> None:
     while True:
         told = signal.sigtimedwait({signal.SIGTERM}, _LOOK_EVERY_S)
         if os.getppid() != parent or (told is not None and told.si_pid == parent):
+            own = _sockets()
+            if own is not None and own != inherited:
+                shutil.rmtree(own, ignore_errors=True)
             os._exit(0)
+
+
+def _sockets() -> str | None:
+    """The directory in which this process hands out tensors; an exit of its own removes it."""
+    directory: str | None = vars(process.current_process())["_config"].get("tempdir")
+    return directory

@@ -20,6 +20,8 @@ from typing import Any
 import torch
 from typing_extensions import override
 
+from air_lightning.errors import InvalidTypeError
+
 MAX_BYTES = 2048
 """Of tensors in one message: half of the 4096 that Linux writes in one piece."""
 
@@ -43,9 +45,23 @@ class _Packer(ForkingPickler):
 
 
 def dumps(batch: Any) -> bytes:
-    """A batch, to be opened in another process of this loader."""
+    """A batch, to be opened in another process of this loader.
+
+    Raises:
+        InvalidTypeError: It cannot be pickled.
+    """
     file = io.BytesIO()
-    _Packer(file).dump(batch)
+    try:
+        _Packer(file).dump(batch)
+    except OSError:  # of descriptors, or of shared memory
+        raise
+    except Exception as error:
+        raise InvalidTypeError(
+            f"A batch of type {type(batch).__name__} cannot be sent from its worker to the "
+            f"training process ({type(error).__name__}: {error}). Wanted are tensors, arrays and "
+            "what else pickle takes: have the dataset or collate_fn return such, or use "
+            "num_workers=0."
+        ) from error
     return file.getvalue()
 
 

@@ -195,12 +195,30 @@ def _died(workers: list[Any], position: Position) -> WorkerDiedError:
     )
 
 
+# What it takes to end an iterator's workers, by the iterator's id. The garbage collector finalizes
+# all of a cycle's queues before it asks anything in it to end: torch would ask its workers through
+# closed ones, and wait for each of them until it is terminated, 5 s later. Every exception of a
+# worker makes such a cycle, and a Trainer is in one.
+_means: dict[int, tuple[Any, ...]] = {}
+
+
 class RoundRobinIter(_MultiProcessingDataLoaderIter):
     """torch's iterator with the first turn given to the worker whose turn it was."""
 
     def __init__(self, loader: "DataLoader[Any]", first_worker: int) -> None:
         self._first_worker = first_worker
-        super().__init__(loader)
+        try:
+            super().__init__(loader)
+        except BaseException:
+            self._shutdown = True  # what torch's own end of it looks at may not be there yet
+            raise
+        queues = self._index_queues, self._worker_result_queue
+        _means[id(self)] = (*queues, self._workers, self._workers_done_event)
+
+    @override
+    def __del__(self) -> None:
+        super().__del__()
+        _means.pop(id(self), None)
 
     @override
     def _try_put_index(self) -> None:

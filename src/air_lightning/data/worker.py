@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 from torch.utils.data import default_convert, get_worker_info
 from torch.utils.data._utils.pin_memory import pin_memory
+from typing_extensions import override
 
 from air_lightning.data import parcel
 from air_lightning.data.generators import seed_generators
@@ -50,10 +51,7 @@ class Standing(NamedTuple):
 
 
 class Delivered:
-    """A batch on its way to the training process, with where its stream stands after it.
-
-    Between processes it is a parcel (parcel.py).
-    """
+    """A batch on its way to the training process, with where its stream stands after it."""
 
     __slots__ = ("batch", "standing", "worker")
 
@@ -62,12 +60,33 @@ class Delivered:
         self.worker = worker
         self.standing = standing
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _arrived, (parcel.dumps(self.batch), self.worker, self.standing)
+    def packed(self) -> "Packed":
+        """The same for the way to another process, where it is a ``Delivered`` again.
+
+        Raises:
+            InvalidTypeError: The batch cannot be sent.
+        """
+        return Packed(parcel.dumps(self.batch), self.worker, self.standing)
 
     def pin_memory(self) -> "Delivered":
         """The same with its batch in page-locked memory; torch's pinning thread calls it."""
         return Delivered(pin_memory(self.batch), self.worker, self.standing)
+
+
+class Packed(NamedTuple):
+    """A batch that was packed (parcel.py) by the thread that made it.
+
+    Not by the queue's thread: there, what cannot be pickled is lost and waited for without end, and
+    a worker that ends removes a directory of sockets while that thread makes the first one in it.
+    """
+
+    parcel: bytes
+    worker: int
+    standing: Standing
+
+    @override
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _arrived, tuple(self)
 
 
 def _arrived(packed: bytes, worker: int, standing: Standing) -> Delivered:
@@ -171,12 +190,14 @@ class WorkerSide:
             self._stream.start()
         return self._stream
 
-    def collate(self, items: Any) -> Delivered:
-        """Collate a batch and note where its stream stands after it."""
+    def collate(self, items: Any) -> "Delivered | Packed":
+        """Collate a batch and note where its stream stands after it; in a worker, pack it."""
         assert self._stream is not None, "torch calls iter() before it collates"
         batch = self._collate_fn(items)
         worker, delivered, ended = self._stream.close_batch()
-        return Delivered(batch, worker, Standing(delivered, self._dataset.state_dict(), ended))
+        standing = Standing(delivered, self._dataset.state_dict(), ended)
+        done = Delivered(batch, worker, standing)
+        return done if get_worker_info() is None else done.packed()
 
     def _open(
         self, before: tuple[Layer, ...], epoch: int, standing: Standing | None

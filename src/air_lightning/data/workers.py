@@ -44,27 +44,37 @@ class StartInTurn(ForkContext):
 
     def Process(self, *args: Any, **kwargs: Any) -> BaseProcess:  # type: ignore[override] # noqa: N802 - the name of the class that it stands for
         """A process whose ``start`` waits for the last one's."""
-        if len(self._made) != self._first:
-            kwargs["target"] = functools.partial(_run_held, self._hold, kwargs["target"])
+        hold = None if len(self._made) == self._first else self._hold
+        kwargs["target"] = functools.partial(_run_held, hold, kwargs["target"])
         process: Any = super().Process(*args, **kwargs)
         self._made.append(process)
         process.start = self._start_last if len(self._made) == self._count else _later
         return process  # type: ignore[no-any-return]
 
     def _start_last(self) -> None:
-        made, self._made = self._made, []
-        for process in (*made[self._first :], *made[: self._first]):
+        for process in (*self._made[self._first :], *self._made[: self._first]):
             del process.start  # the class's own is behind it
             process.start()
+
+    def kill_all(self) -> None:
+        """End those that were started, where not all could be: nobody would ever ask them."""
+        for process in self._made:
+            if process.pid is not None:
+                process.kill()
+                process.join()
 
 
 def _later() -> None:
     """Start nothing: the last one starts all."""
 
 
-def _run_held(hold: Callable[[], None], target: Callable[..., Any], *args: Any) -> None:
+def _run_held(hold: Callable[[], None] | None, target: Callable[..., Any], *args: Any) -> None:
     block_termination()
-    hold()
+    try:
+        if hold is not None:
+            hold()
+    except KeyboardInterrupt:
+        return  # without a word, as torch's workers
     target(*args)
 
 
@@ -99,10 +109,13 @@ class Pooled:
         if turns is None:
             return _SingleProcessDataLoaderIter(view)
         self.check_worker_number_rationality()
-        view.multiprocessing_context = StartInTurn(workers, first, turns.hold)
+        view.multiprocessing_context = context = StartInTurn(workers, first, turns.hold)
         try:
             with sending_paused():
                 self._iterator = RoundRobinIter(view, first)
+        except BaseException:
+            context.kill_all()
+            raise
         finally:
             turns.begin()
         return self._iterator
