@@ -11,6 +11,8 @@ import torch
 
 from air_lightning.checkpoint.dcp import UCVolumeWriter
 from air_lightning.checkpoint.planner import save
+from air_lightning.checkpoint.saver import AsyncSaver
+from air_lightning.checkpoint.state import to_entries
 from air_lightning.checkpoint.suspended import no_collections
 from ranks import run_ranks
 
@@ -87,3 +89,35 @@ def test_planning_a_save_sets_off_no_collection(tmp_path: Path) -> None:
     assert 2 not in collected
     assert gc.isenabled()
     assert os.path.exists(tmp_path / "c" / ".metadata")
+
+
+@pytest.fixture
+def collections() -> Iterator[list[int]]:
+    """Generations that this thread collects, with a collection due for each hundred objects."""
+    begun: list[int] = []
+    here, before = threading.get_ident(), gc.get_threshold()
+
+    def note(phase: str, info: dict[str, int]) -> None:
+        if phase == "start" and threading.get_ident() == here:
+            begun.append(info["generation"])
+
+    gc.callbacks.append(note)
+    gc.set_threshold(100, 1, 1)
+    yield begun
+    gc.set_threshold(*before)
+    gc.callbacks.remove(note)
+
+
+def test_the_call_of_a_save_collects_nothing_while_it_makes_objects(
+    tmp_path: Path, collections: list[int]
+) -> None:
+    """Of the thousands that taking and staging a state make, none is looked at before the end."""
+    weights = {f"t{i}": torch.ones(1) for i in range(3000)}
+    collections.clear()
+    entries = to_entries({"state_dict": weights}, optimizer_names=[], rank=0, rank_blob={})
+    assert len(collections) <= 2
+    collections.clear()
+    saver = AsyncSaver(no_dist=True)
+    saver.save(entries, lambda: UCVolumeWriter(tmp_path / "c"))
+    assert len(collections) <= 4
+    saver.wait()
