@@ -123,15 +123,21 @@ def test_a_file_that_others_removed_is_not_leased(cache):
     assert not row.knows(3)
 
 
-@given(here=st.sets(st.integers(0, FILES - 1)), asked=st.lists(st.integers(0, FILES - 1)))
+@given(
+    here=st.sets(st.integers(0, FILES - 1)),
+    asked=st.lists(st.integers(0, FILES - 1)),
+    evicting=st.booleans(),
+)
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
-def test_what_is_known_from_the_first_on_is_what_is_known_of_each(cache, here, asked):
-    """As many as would be found one by one, before the first that is not."""
+def test_what_is_known_from_the_first_on_is_what_is_known_of_each(cache, here, asked, evicting):
+    """As many as would be found one by one, before the first that is not; none once one evicts."""
     row = cache.row()
+    row._notes.evicting[0] = evicting
     for index in range(FILES):
         row._notes.present[index] = index in here
     one_by_one = list(itertools.takewhile(row.knows, asked))
     assert row.known(np.array(asked, dtype=np.int64)) == len(one_by_one)
+    row._notes.evicting[0] = False
     row.free()
 
 
