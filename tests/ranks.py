@@ -5,6 +5,7 @@ is what a preempted machine looks like. Each rank finds the environment that tor
 """
 
 import contextlib
+import faulthandler
 import os
 import signal
 import socket
@@ -12,6 +13,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 KILLED = -signal.SIGKILL
@@ -38,7 +40,10 @@ def run_ranks(
         TimeoutError: A rank was still running after ``timeout_s``; all were killed.
     """
     pids = start_ranks(function, *args, world_size=world_size, log=log)
-    return wait_for_ranks(pids, pids[0], timeout_s)
+    try:
+        return wait_for_ranks(pids, pids[0], timeout_s)
+    except TimeoutError as error:
+        raise TimeoutError(f"{error}\n{Path(log).read_text() if log else ''}") from None
 
 
 def start_ranks(
@@ -95,6 +100,8 @@ def _redirect(log: str | os.PathLike[str] | None) -> None:
     os.dup2(target, 2)
     sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
     sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
+    faulthandler.enable(2)
+    os.environ["PYTHONFAULTHANDLER"] = "1"  # programs that the rank starts
 
 
 def _environment(rank: int, world_size: int, port: int) -> None:
@@ -116,7 +123,8 @@ def wait_for_ranks(pids: list[int], leader: int, timeout_s: float) -> list[int]:
     """The exit statuses of ranks that were started; then their process group ends, whole.
 
     Raises:
-        TimeoutError: A rank was still running after ``timeout_s``; all were killed.
+        TimeoutError: A rank was still running after ``timeout_s``; all were killed, and their log
+            tells where they were.
     """
     deadline = time.monotonic() + timeout_s
     statuses: dict[int, int] = {}
@@ -128,6 +136,7 @@ def wait_for_ranks(pids: list[int], leader: int, timeout_s: float) -> list[int]:
                     if done:
                         statuses[pid] = os.waitstatus_to_exitcode(status)
             if time.monotonic() > deadline:
+                _dump_stacks(leader)
                 raise TimeoutError(f"ranks {pids} have not ended in {timeout_s} s: {statuses}")
             time.sleep(0.01)
     finally:
@@ -138,3 +147,24 @@ def wait_for_ranks(pids: list[int], leader: int, timeout_s: float) -> list[int]:
             if pid not in statuses:
                 os.waitpid(pid, 0)
     return [statuses[pid] for pid in pids]
+
+
+def _dump_stacks(leader: int) -> None:
+    """Let each process of a group write the stacks of its threads, by which it ends."""
+    for pid in _members(leader):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGABRT)
+    patience = time.monotonic() + 5
+    while _members(leader) and time.monotonic() < patience:
+        time.sleep(0.05)
+
+
+def _members(leader: int) -> list[int]:
+    """The processes of a group that have not ended, those first that were started last."""
+    pids = []
+    for name in sorted(filter(str.isdigit, os.listdir("/proc")), key=int, reverse=True):
+        with contextlib.suppress(OSError):
+            state, _, group = Path(f"/proc/{name}/stat").read_text().rpartition(")")[2].split()[:3]
+            if int(group) == leader and state != "Z":
+                pids.append(int(name))
+    return pids
