@@ -13,6 +13,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
+from multiprocessing.util import Finalize
 from pathlib import Path
 
 import pytest
@@ -47,7 +48,8 @@ def pytest_configure(config: pytest.Config) -> None:
     if _WORKER:
         # Short: a socket's path may have 107 letters, and some lie deep below this directory.
         directory = tempfile.mkdtemp(prefix=f"air-{_WORKER}-")
-        config.add_cleanup(lambda: shutil.rmtree(directory, ignore_errors=True))
+        # After the directory of multiprocessing that lies in it, whose priority is -100.
+        Finalize(None, shutil.rmtree, (directory,), {"ignore_errors": True}, exitpriority=-200)
         os.environ["TMPDIR"] = tempfile.tempdir = directory
         os.environ.setdefault("HYPOTHESIS_STORAGE_DIRECTORY", f"{config.rootpath}/.hypothesis")
 
