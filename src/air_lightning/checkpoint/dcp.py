@@ -265,7 +265,8 @@ def _write(data: torch.Tensor | io.BytesIO, sink: IO[bytes]) -> None:
 
 def _compact(tensor: torch.Tensor) -> torch.Tensor:
     """Return it on the CPU with a storage of its own: torch.save writes whole storages."""
-    tensor = tensor.detach().cpu()
+    if tensor.requires_grad or not tensor.is_cpu or type(tensor) is not torch.Tensor:
+        tensor = tensor.detach().cpu()  # what was staged needs neither
     return tensor if tensor.untyped_storage().size() == tensor.nbytes else tensor.clone()
 
 

@@ -118,26 +118,30 @@ class DirectWriter(io.RawIOBase):
             self._raw.close()
 
     def _take(self, view: memoryview) -> None:
-        data = np.frombuffer(view, dtype=np.uint8)
         whole = view.nbytes // BLOCK * BLOCK
-        is_aligned = not (data.ctypes.data % BLOCK or self._filled % BLOCK)
-        if whole >= _LENT and is_aligned and self.block == BLOCK:
+        if whole >= _LENT and self.block == BLOCK and self._is_aligned(view):
             self._line_up()
             self._line.append(view[:whole])
-            data = data[whole:]
-        self._collect(data)
-
-    def _collect(self, data: "np.ndarray[Any, np.dtype[np.uint8]]") -> None:
-        start = 0
-        while start < len(data):
-            size = min(BUFFER - self._filled, len(data) - start)
-            # numpy lets go of the GIL meanwhile; a slice of a memoryview would hold it.
-            np.copyto(self._memory[self._filled : self._filled + size], data[start : start + size])
-            start += size
-            self._filled += size
+            view = view[whole:]
+        while view.nbytes:
+            piece = view[: BUFFER - self._filled]
+            self._collect(piece)
+            view = view[piece.nbytes :]
             if self._filled == BUFFER:
                 self._line_up()
                 self._spill()
+
+    def _is_aligned(self, view: memoryview) -> bool:
+        address: int = np.frombuffer(view, dtype=np.uint8).__array_interface__["data"][0]
+        return address % BLOCK == 0 and self._filled % BLOCK == 0
+
+    def _collect(self, piece: memoryview) -> None:
+        end = self._filled + piece.nbytes
+        if piece.nbytes < _LENT:
+            self._view[self._filled : end] = piece
+        else:  # numpy lets go of the GIL meanwhile, which for fewer bytes takes longer than to copy
+            np.copyto(self._memory[self._filled : end], np.frombuffer(piece, dtype=np.uint8))
+        self._filled = end
 
     def _line_up(self) -> None:
         if self._start < self._filled:
