@@ -1,7 +1,7 @@
 """Writing a DCP checkpoint: AsyncSaver and UCVolumeWriter against the raw bytes and torch's own.
 
-Each round every contender writes the same tensors, in turn (``common.py``). With ``--fuse`` they
-write through a mount of our own, on which each open takes 20 ms.
+Each round every contender writes the same tensors, in turn (``common.py``), from where staging put
+them. With ``--fuse`` they write through a mount of our own, on which each open takes 20 ms.
 
 ``raw``        the tensors' bytes in two files and pieces of 8 MB, then fsync
 ``air``        our writer as the plugin uses it, staging left out: until ``.metadata`` is there
@@ -37,6 +37,7 @@ from common import in_turns, least, medians, place, ratio, resident, timed
 from air_lightning.checkpoint.dcp import UCVolumeWriter
 from air_lightning.checkpoint.planner import save
 from air_lightning.checkpoint.saver import AsyncSaver
+from air_lightning.checkpoint.staging import Stager
 
 State = dict[str, torch.Tensor]
 PIECE = 8 << 20
@@ -95,7 +96,7 @@ def measure(name: str, where: str, state: State) -> dict[str, float]:
 
 def compare(args: argparse.Namespace, folder: str) -> dict[str, Any]:
     size = int(args.mb * 250_000 / args.tensors)
-    state = {f"state_dict.t{i}": torch.randn(size) for i in range(args.tensors)}
+    state = Stager().stage({f"state_dict.t{i}": torch.randn(size) for i in range(args.tensors)})
     names = [name for name in CONTENDERS if args.fuse or name != "dcp_copy"]
     with place(folder, args.fuse) as where:
         found = in_turns(names, args.rounds, lambda name: measure(name, where, state))

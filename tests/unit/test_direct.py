@@ -2,6 +2,7 @@
 
 import errno
 import fcntl
+import mmap
 import os
 import resource
 import struct
@@ -152,6 +153,22 @@ def test_what_was_written_is_there_after_a_loss_of_power(a_disk):
         lose_power()
         assert storage.read_bytes("shard") == content
         assert storage.read_bytes("last") == content[:10]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting needs root")
+def test_a_disk_that_fills_amid_lent_memory_keeps_no_part_of_it(a_disk):
+    """The error is ENOSPC and names the file; nothing is left, and what fits is written after."""
+    directory, _ = a_disk
+    storage = open_storage(f"file://{directory}/full")
+    lent = memoryview(mmap.mmap(-1, 100 << 20))
+    lent[-1] = 7
+    with pytest.raises(OSError, match="full/shard") as raised, storage.open_write("shard") as file:
+        file.write_views([lent])
+    assert raised.value.errno == errno.ENOSPC
+    assert os.listdir(directory / "full") == []
+    with storage.open_write("shard") as file:
+        file.write_views([lent[80 << 20 :]])
+    assert storage.read_bytes("shard") == lent[80 << 20 :]
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounting needs root")

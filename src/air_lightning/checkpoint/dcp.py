@@ -41,6 +41,7 @@ from air_lightning.checkpoint.manifest import (
 from air_lightning.checkpoint.reader import UCVolumeReader
 from air_lightning.checkpoint.room import Detour, planned_bytes, require_room
 from air_lightning.checkpoint.shards import ShardStream, run_jobs
+from air_lightning.checkpoint.staging import LARGE
 from air_lightning.checkpoint.suspended import no_collections, no_zip_checksums
 from air_lightning.errors import CheckpointError, InvalidArgumentError
 
@@ -205,11 +206,13 @@ class UCVolumeWriter(OnVolume, FileSystemWriter):  # type: ignore[misc] # a Path
     def _write_item(
         self, stream: ShardStream, name: str, item: WriteItem, planner: SavePlanner
     ) -> filesystem._StorageInfo:
-        start = stream.tell()
         data = planner.resolve_data(item)
+        if isinstance(data, torch.Tensor):
+            data = _compact(data)
         if not self._extensions:
-            _write(data, stream)
+            start = _write_plain(data, stream)
             return filesystem._StorageInfo(name, start, stream.tell() - start)
+        start = stream.tell()
         sink, descriptors = self.transforms.transform_save_stream(item, cast("Any", stream))
         _write(data, sink)
         sink.close()
@@ -235,22 +238,35 @@ class UCVolumeWriter(OnVolume, FileSystemWriter):  # type: ignore[misc] # a Path
         )
 
 
-def _write(data: torch.Tensor | io.BytesIO, sink: IO[bytes] | ShardStream) -> None:
+def _write_plain(data: torch.Tensor | io.BytesIO, stream: ShardStream) -> int:
+    """Write an item, its bytes as they lie if that can be; returns where it begins."""
+    around = None
+    if isinstance(data, torch.Tensor) and is_plain(data):
+        around = envelope(data.dtype, data.shape, _stride(data))
+    if around is None:
+        start = stream.tell()
+        _write(data, cast("IO[bytes]", stream))
+        return start
+    assert isinstance(data, torch.Tensor)
+    if around.nbytes >= LARGE:
+        stream.align(data.data_ptr(), len(around.head))
+    start = stream.tell()
+    for piece in (around.head, raw_bytes(data), around.tail):
+        stream.lend(memoryview(piece))
+    return start
+
+
+def _write(data: torch.Tensor | io.BytesIO, sink: IO[bytes]) -> None:
     if isinstance(data, io.BytesIO):
         sink.write(data.getbuffer())
-        return
-    tensor = _compact(data)
-    around = envelope(tensor.dtype, tensor.shape, _stride(tensor)) if is_plain(tensor) else None
-    if around is None or not isinstance(sink, ShardStream):
-        torch.save(tensor, cast("IO[bytes]", sink))
-        return
-    for piece in (around.head, raw_bytes(tensor), around.tail):
-        sink.lend(memoryview(piece))
+    else:
+        torch.save(data, sink)
 
 
 def _compact(tensor: torch.Tensor) -> torch.Tensor:
     """Return it on the CPU with a storage of its own: torch.save writes whole storages."""
-    tensor = tensor.detach().cpu()
+    if tensor.requires_grad or not tensor.is_cpu or type(tensor) is not torch.Tensor:
+        tensor = tensor.detach().cpu()  # what was staged needs neither
     return tensor if tensor.untyped_storage().size() == tensor.nbytes else tensor.clone()
 
 

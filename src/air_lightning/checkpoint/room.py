@@ -19,8 +19,10 @@ from torch.distributed.checkpoint.planner import SavePlan
 
 from air_lightning.checkpoint.manifest import is_ours
 from air_lightning.checkpoint.shards import PIECE
+from air_lightning.checkpoint.staging import LARGE
 from air_lightning.errors import InvalidArgumentError, StorageError
 from air_lightning.volumes import path as volume_path
+from air_lightning.volumes.direct import BLOCK
 from air_lightning.volumes.storage import Storage
 from air_lightning.volumes.writer import NamedFile
 
@@ -33,7 +35,8 @@ def planned_bytes(plan: SavePlan) -> int:
     for item in plan.items:
         if item.tensor_data is not None:
             chunk, properties = item.tensor_data.chunk, item.tensor_data.properties
-            total += chunk.sizes.numel() * properties.dtype.itemsize + _AROUND
+            size = chunk.sizes.numel() * properties.dtype.itemsize
+            total += size + _AROUND + (BLOCK if size >= LARGE else 0)
     return total
 
 

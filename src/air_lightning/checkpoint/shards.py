@@ -92,6 +92,17 @@ class ShardStream:
             self.drain()
         return view.nbytes
 
+    def align(self, address: int, ahead: int) -> None:
+        """Leave a gap, so that memory goes to the disk from where it lies, if it can.
+
+        Args:
+            address: Of the memory.
+            ahead: How many bytes are written before it, after the gap.
+        """
+        block: int = getattr(self._raw, "block", 1)
+        if block > 1 and address % block == 0:
+            self._copy(memoryview(bytes(-(self._position + ahead) % block)))
+
     def lend(self, view: memoryview) -> None:
         """Take bytes that stay as they are until ``drain``: large ones are not copied."""
         if view.nbytes <= _COPIED:

@@ -16,6 +16,7 @@ from air_lightning.volumes.base import RangeReader
 
 READ = 8 << 20  # bytes asked for at once
 MAX_GAP = 1 << 20  # bytes read for nothing rather than asking twice
+SMALL_GAP = 4096  # bytes, as our own shards have before aligned tensors
 MAX_RUN = 64 << 20  # bytes whose items are in the making at once, unless one is larger
 MAX_ITEMS = 512  # in a run: thousands of objects kept alive set off Python's full collections
 LEAST_SPAN = 8 << 20  # bytes for which another handle is worth opening
@@ -125,7 +126,7 @@ class Sweep:
         start = end = self._position
         for piece in pieces:
             gap = piece.offset - end
-            if self.checksum is not None and gap > 0:
+            if self.checksum is not None and gap > (SMALL_GAP if batch else 0):
                 self._read(start, batch)
                 self.skip_to(piece.offset)
                 batch, start, end = [], piece.offset, piece.offset
@@ -133,7 +134,9 @@ class Sweep:
                 self._read(start, batch)
                 batch, start, end = [], piece.offset, piece.offset
             elif gap:
-                batch.append(self._scrap(gap))
+                # Each gap in memory of its own where all are hashed once they are read.
+                hashed = self.checksum is not None
+                batch.append(memoryview(bytearray(gap)) if hashed else self._scrap(gap))
                 end = piece.offset
             for view in _in_parts(piece.view):
                 if end - start + view.nbytes > READ:

@@ -36,9 +36,13 @@ class NamedFile(io.FileIO):
     def write_views(self, views: Sequence[memoryview]) -> None:
         """Write all of them without copying them together first."""
         waiting = list(reversed([view for view in views if view.nbytes]))
+        while waiting:
+            advance(waiting, self.write_some(first_views(waiting)))
+
+    def write_some(self, views: Sequence[memoryview]) -> int:
+        """Write what one system call takes of them; returns how many bytes that was."""
         with naming("write", self._visible):
-            while waiting:
-                advance(waiting, os.writev(self.fileno(), first_views(waiting)))
+            return os.writev(self.fileno(), views)
 
     def close(self) -> None:
         """See the base class; some file systems tell of a full disk only now."""
