@@ -16,7 +16,8 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
@@ -152,6 +153,29 @@ class AsyncSaver:
                 name="air-lightning-save",
                 daemon=True,  # exit waits in _at_exit, with a bound; joining would have none
             ).start()
+
+    @contextmanager
+    def begun(self, tensors: Sequence[torch.Tensor]) -> Iterator[None]:
+        """Let the copy begin before ``save`` has its entries; a save within the block takes it.
+
+        Nothing is begun where a save is in flight, which reads the buffers, or where the tensors
+        do not lie as they lay at the last save.
+
+        Args:
+            tensors: Large ones that will be saved, more or less; nobody may change them meanwhile.
+
+        Raises:
+            SaveFailedError: This thread is in a call of ``save`` already.
+        """
+        with self._turn():
+            is_preparing = self._preparing is not None and self._preparing.is_alive()
+            if not (self.in_flight() or is_preparing):
+                self._stager.begin(tensors)
+        try:
+            yield
+        finally:
+            with self._turn():
+                self._stager.leave()
 
     def prepare(self, tensors: Iterable[torch.Tensor]) -> None:
         """Allocate in the background what staging will need: the first save is then fast too.
