@@ -5,7 +5,7 @@ of which tensors is known from the stage before::
 
     large_tensors   of the state, in the order of its keys
     Ahead.plan      where each of them went, and what is left for the stage
-    Ahead.begin     if all of them lie as they lay then, the helper starts
+    Ahead.begin     where all of them lie as they lay then, the helper starts
 
 Nothing is taken for granted by this: the stage compares its entries as ever, and copies anew where
 they differ.
@@ -69,12 +69,15 @@ class Ahead(NamedTuple):
             ahead.rest.extend(pieces(buffer.data_ptr(), form[0], buffer.nbytes))
         return ahead
 
-    def begin(self, told: list[Form], tensors: Sequence[torch.Tensor]) -> Copying | None:
-        """Start the helper, if these tensors lie where it was planned that they lie."""
-        if told != self.told or not (self.whole or self.parts):
-            return None
+    def begin(self, tensors: Sequence[torch.Tensor]) -> Copying | None:
+        """Start the helper, if there is anything for it to do.
+
+        Args:
+            tensors: The plain ones told of, which lie now as they lay when this was planned.
+        """
         whole = [Block(*block[:4], tensors[index]) for index, block in self.whole]
-        return Copying(whole + self.parts)
+        blocks = whole + self.parts
+        return Copying(blocks) if blocks else None
 
 
 def form(t: torch.Tensor) -> Form:

@@ -91,13 +91,14 @@ class Stager:
         self.leave()
         plain = [_local(tensor) for tensor in tensors]
         try:
-            self._told = [form(tensor) for tensor in plain]
+            told = [form(tensor) for tensor in plain]
         except RuntimeError:  # a sparse one, which will be no entry, has no address
-            self._told = []
-            return
-        if self._ahead is not None:
-            self._begun = self._ahead.begin(self._told, plain)
-        self._forms = dict(zip(map(id, tensors), self._told, strict=True))
+            told = []
+        if self._ahead is not None and told == self._ahead.told:
+            told = self._ahead.told
+            self._begun = self._ahead.begin(plain)
+        self._told = told
+        self._forms = dict(zip(map(id, tensors), told, strict=False))
 
     def leave(self) -> None:
         """Call off what was begun and not staged; nothing is written to the buffers after this."""
@@ -127,7 +128,7 @@ class Stager:
             self._moves = _copy(sources, self._buffers)
             self._views = views
             staged = self._staged(entries)
-        if self._moves is not None and (self._ahead is None or self._ahead.told != self._told):
+        if self._moves is not None and (self._ahead is None or self._ahead.told is not self._told):
             self._ahead = Ahead.plan(self._told, [form for _, form in views], self._buffers)
         return staged
 
