@@ -16,10 +16,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from air_lightning.checkpoint.moving import WHOLE, Block, Copying, is_helped, pieces
 
 _CONTAINERS = frozenset({dict, OrderedDict, list})
+_PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})  # foreign classes may lie anywhere
 _LARGE = 1 << 12  # elements from which looking at a tensor takes less than copying it
 
 Form: TypeAlias = tuple[Any, ...]
@@ -93,10 +95,11 @@ def large_tensors(state: Mapping[Any, Any]) -> list[torch.Tensor]:
     todo: list[Iterable[Any]] = [state.values()]
     while todo:
         for value in todo.pop():
-            if type(value) in _CONTAINERS:
+            kind = type(value)
+            if kind in _CONTAINERS:
                 if id(value) not in seen:
                     seen.add(id(value))  # one that holds itself would be walked for ever
-                    todo.append(value if type(value) is list else value.values())
-            elif isinstance(value, torch.Tensor) and value.numel() >= _LARGE:
+                    todo.append(value if kind is list else value.values())
+            elif (kind in _PLAIN or isinstance(value, DTensor)) and value.numel() >= _LARGE:
                 found.append(value)
     return found

@@ -7,8 +7,9 @@ A helper takes blocks from one end of a list, the caller from the other, until n
     abandon()         or calls it off; returns when nothing is written any more
 
 While the caller is in Python, a helper that did so too would get the interpreter's lock once in
-5 ms (``sys.getswitchinterval``). So it takes a quarter of what is left at a time, and gives it to
-torch in one call, which lets go of the lock. Near the end the portions are small: nobody waits.
+5 ms (``sys.getswitchinterval``). So it takes many blocks at a time, and gives them to torch in one
+call, which lets go of the lock. Once the caller has joined in it takes fewer, and near the end few:
+on a busy machine the caller would wait for a helper that has no core.
 """
 
 import ctypes
@@ -22,6 +23,7 @@ import torch
 
 _PIECE = 4 << 20  # bytes; small against a time slice of the scheduler, large against a lock
 WHOLE = 16 << 20  # bytes up to which a tensor need not be cut
+_SHARE_ALONE, _SHARE_JOINED = 6, 16  # the helper takes this part of what is left at a time
 _HELPED = 128 << 20  # bytes from which a helper is worth waiting for its last block
 
 
@@ -66,6 +68,7 @@ class Copying:
         self._left = deque(blocks)
         self._at_work = threading.Lock()
         self._failed: list[BaseException] = []
+        self._share = _SHARE_ALONE
         threading.Thread(target=self._help_out, name="air-lightning-stage", daemon=True).start()
 
     def finish(self, more: Iterable[Block] = ()) -> None:
@@ -74,6 +77,7 @@ class Copying:
         Args:
             more: Blocks to be moved besides.
         """
+        self._share = _SHARE_JOINED
         self._left.extend(more)
         try:
             while block := _taken(self._left.pop):
@@ -100,7 +104,8 @@ class Copying:
             self._failed.append(error)
 
     def _portion(self) -> list[Block]:
-        taken = (_taken(self._left.popleft) for _ in range(max(1, len(self._left) // 4)))
+        wanted = max(1, len(self._left) // self._share)
+        taken = (_taken(self._left.popleft) for _ in range(wanted))
         return [block for block in taken if block is not None]
 
 

@@ -162,11 +162,11 @@ class AsyncSaver:
         Raises:
             SaveFailedError: This thread is in a call of ``save`` already.
         """
-        with self._turn():
-            is_preparing = self._preparing is not None and self._preparing.is_alive()
-            if not (self.in_flight() or is_preparing):  # in flight, it reads the buffers
-                self._stager.begin(tensors)
         try:
+            with self._turn():
+                is_preparing = self._preparing is not None and self._preparing.is_alive()
+                if not (self.in_flight() or is_preparing):  # in flight, it reads the buffers
+                    self._stager.begin(tensors)
             yield
         finally:
             with self._turn():
