@@ -2,6 +2,7 @@
 
 import os
 import shutil
+from collections import OrderedDict
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -105,6 +106,48 @@ def test_a_sparse_buffer_does_not_keep_memory_from_being_prepared(
     assert "allocated ahead" not in caplog.text
     checkpoint, _ = AirCheckpointIO().read(f"{tmp_path}/step=2.ckpt", None)
     assert torch.equal(checkpoint["state_dict"]["mask"].to_dense(), torch.eye(3))
+
+
+class Wide(Model):
+    """With a weight that is large enough to be looked at."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("ballast", torch.zeros(100, 100))
+
+
+class Watching(Callback):
+    """Notes, when its state is pickled, whether the copy of the tensors is under way."""
+
+    def __init__(self, io: AirCheckpointIO) -> None:
+        self.io = io
+        self.noted: list[bool] = []
+
+    def on_save_checkpoint(self, trainer: Any, module: Any, checkpoint: dict[str, Any]) -> None:
+        module.ballast += 1
+        checkpoint["watching"] = self
+
+    def __reduce__(self) -> Any:
+        saver = self.io._saver
+        assert saver is not None
+        self.noted.append(saver._stager._begun is not None)
+        return OrderedDict, ()
+
+
+def test_the_copy_begins_before_the_entries_are_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the second save on memory moves while the state is pickled; what is saved is exact."""
+    monkeypatch.setattr("air_lightning.checkpoint.moving._HELPED", 1)
+    monkeypatch.setattr("air_lightning.checkpoint.moving._cores", lambda: 2)
+    io = AirCheckpointIO()
+    watching = Watching(io)
+    model = Wide()
+    fit(trainer_with(saving(tmp_path, filename="{step}"), watching, plugins=[io]), model)
+    assert watching.noted == [False, True]
+    for number, step in enumerate((2, 4)):
+        checkpoint, _ = io.read(f"{tmp_path}/step={step}.ckpt", None)
+        assert checkpoint["state_dict"]["ballast"].eq(number + 1).all()
 
 
 def test_a_trainer_with_another_io_is_left_alone(tmp_path: Path) -> None:

@@ -156,6 +156,36 @@ class Interrupted(dict):
         return super().items()
 
 
+def test_nothing_is_begun_while_a_save_reads_the_buffers(tmp_path, saver, monkeypatch):
+    """What another call would copy early does not reach a save in flight; a failed call is left."""
+    monkeypatch.setattr("air_lightning.checkpoint.moving._HELPED", 1)
+    monkeypatch.setattr("air_lightning.checkpoint.moving._cores", lambda: 2)
+    weight = torch.zeros(100, 100)
+    go = threading.Event()
+
+    def save(writer):
+        checkpoint = {"state_dict": {"w": weight.detach()}}
+        with saver.begun([checkpoint["state_dict"]["w"]]):
+            entries = to_entries(checkpoint, optimizer_names=[], rank=0, rank_blob={})
+            saver.save(entries, lambda: writer)
+
+    save(UCVolumeWriter(str(tmp_path / "a")))
+    saver.wait()
+    weight.fill_(1)
+    with pytest.raises(KeyError), saver.begun([weight]):
+        raise KeyError
+    weight.fill_(2)
+    save(SlowWriter(tmp_path / "b", go))
+    weight.fill_(3)
+    with saver.begun([weight]):
+        pass
+    go.set()
+    save(UCVolumeWriter(str(tmp_path / "c")))
+    saver.wait()
+    for name, value in (("a", 0), ("b", 2), ("c", 3)):
+        assert _read(tmp_path / name)[0]["state_dict"]["w"].eq(value).all()
+
+
 def test_a_save_that_is_waited_for_begins_at_once(tmp_path, saver):
     """The head start of a caller who goes on training is not for one who waits."""
     for _ in range(8):

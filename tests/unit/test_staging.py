@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from air_lightning.checkpoint.ahead import large_tensors
 from air_lightning.checkpoint.blobs import SerializedBlob
 from air_lightning.checkpoint.staging import Stager, is_dense
 from air_lightning.errors import SaveFailedError
@@ -157,13 +158,101 @@ def test_what_changes_between_saves_is_always_seen(changes):
 
 def test_large_states_are_copied_by_two_threads(monkeypatch):
     """A state large enough for the helper is copied whole, across piece boundaries."""
-    monkeypatch.setattr("air_lightning.checkpoint.staging._HELPED", 1 << 20)
+    monkeypatch.setattr("air_lightning.checkpoint.moving._HELPED", 1 << 20)
     state = {"a": torch.randint(0, 255, ((9 << 20) + 3,), dtype=torch.uint8), "b": torch.randn(99)}
     stager = Stager()
     for _ in range(5):
         staged = stager.stage(state)
         assert all(torch.equal(staged[key], value) for key, value in state.items())
         state["a"].add_(1)
+
+
+@pytest.fixture
+def helped(monkeypatch):
+    """Two threads move the smallest state."""
+    monkeypatch.setattr("air_lightning.checkpoint.moving._HELPED", 1)
+    monkeypatch.setattr("air_lightning.checkpoint.moving._cores", lambda: 2)
+
+
+@pytest.mark.usefixtures("helped")
+@settings(max_examples=60, deadline=None)
+@given(
+    changes=st.lists(
+        st.tuples(st.sampled_from("ab"), st.sampled_from(sorted(CHANGES))), max_size=8
+    ),
+    told=st.lists(st.sampled_from("ab"), unique=True),
+    is_left=st.booleans(),
+)
+def test_what_was_begun_is_staged_exactly(changes, told, is_left):
+    """Whatever changed since the last stage, told of or not, a stage copies what is there."""
+    stager, state = Stager(), {"a": BASE.clone(), "b": torch.randn(2, 4)}
+    for key, change in [("a", "same"), *changes]:
+        state[key] = CHANGES[change](state[key])
+        for _ in range(3):
+            stager.begin([state[name] for name in told])
+            if is_left:
+                stager.leave()
+                for value in state.values():
+                    value.add_(1)
+            staged = stager.stage(state)
+            stager.leave()
+            assert all(_same(staged[name], value) for name, value in state.items())
+            for value in state.values():
+                value.add_(1)
+
+
+@pytest.mark.usefixtures("helped")
+def test_what_lies_as_it_lay_is_copied_before_there_are_entries():
+    """Whole tensors and parts of large ones reach the buffers of the stage before."""
+    tensors = [torch.randn(8, 9), torch.zeros((17 << 20) + 3, dtype=torch.uint8)]
+    stager = Stager()
+    stager.begin(tensors)
+    staged = stager.stage({"a": tensors[0], "b": tensors[1], "c": torch.randn(5)})
+    for tensor in tensors:
+        tensor.add_(1)
+    stager.begin(tensors)
+    while not all(
+        torch.equal(staged[key], tensor) for key, tensor in zip("ab", tensors, strict=True)
+    ):
+        pass  # until the helper is there; the test's timeout is the bound
+    stager.leave()
+
+
+@pytest.mark.usefixtures("helped")
+def test_nothing_is_written_after_what_was_begun_was_left():
+    """Once a failed call has left, changes of the state reach no buffer."""
+    tensors = [torch.zeros(2000) for _ in range(200)]
+    stager = Stager()
+    for value in range(1, 20):
+        stager.begin(tensors)
+        staged = stager.stage({str(i): tensor for i, tensor in enumerate(tensors)})
+        stager.begin(tensors)
+        stager.leave()
+        for tensor in tensors:
+            tensor.fill_(value)
+        assert all(buffer.eq(value - 1).all() for buffer in staged.values())
+
+
+@pytest.mark.usefixtures("helped")
+@pytest.mark.parametrize("modes", [(True, False, False), (False, True, False), (True, True, False)])
+def test_copies_begun_in_and_out_of_inference_mode(modes):
+    """Buffers made in inference mode, as during a validation, are filled outside it, and so on."""
+    stager, weight = Stager(), torch.nn.Parameter(torch.randn(50, 50))
+    for mode in modes:
+        with torch.inference_mode(mode):
+            stager.begin([weight])
+            assert _bits(stager.stage({"w": weight})["w"]) == _bits(weight)
+            stager.leave()
+        with torch.no_grad():
+            weight.add_(1)
+
+
+def test_a_state_that_holds_itself_is_walked_once():
+    """Large tensors are found however deep, small ones and other objects passed over."""
+    large = [torch.zeros(5000), torch.nn.Parameter(torch.zeros(100, 100))]
+    state = {"a": large[0], "small": torch.ones(3), 1: [{"b": large[1]}, None, object()]}
+    state[1].append(state)
+    assert [id(tensor) for tensor in large_tensors(state)] == [id(tensor) for tensor in large]
 
 
 def test_prepared_buffers_serve_the_first_stage():

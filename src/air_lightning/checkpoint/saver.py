@@ -10,15 +10,13 @@ What must follow a publication (deleting the checkpoint that it replaces) is que
 ``after_published`` and dropped if the save failed: the older checkpoint is then the good one.
 """
 
-import atexit
 import logging
 import os
 import threading
 import time
-import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib import import_module
 from typing import Any
 
 import torch
@@ -27,6 +25,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.storage import StorageWriter
 
 from air_lightning.checkpoint.blobs import nbytes
+from air_lightning.checkpoint.ending import wait_at_exit
 from air_lightning.checkpoint.planner import FailedWriter, first_failure
 from air_lightning.checkpoint.planner import save as save_entries
 from air_lightning.checkpoint.sharing import own_share
@@ -105,7 +104,7 @@ class AsyncSaver:
         self._started = 0.0
         self._actions: list[Callable[[], None]] = []
         self._on_published: Callable[[], None] | None = None
-        _at_exit(self)
+        wait_at_exit(self, lambda saver: saver.close())
 
     def save(
         self,
@@ -135,9 +134,9 @@ class AsyncSaver:
             self.wait()  # for what a signal handler or another thread began meanwhile
             waited = time.perf_counter()
             with no_collections():
-                staged, failure = self._stage(entries, unshared, unsure)
+                staged, failure, size = self._stage(entries, unshared, unsure)
             ended = time.perf_counter()
-            stats = SaveStats(ended - begun, ended - waited, 0.0, nbytes(staged))
+            stats = SaveStats(ended - begun, ended - waited, 0.0, size)
             self.stats.append(stats)
             with self._lock:
                 self._actions = [] if on_published is None else [on_published]
@@ -150,8 +149,28 @@ class AsyncSaver:
                 target=self._run,
                 args=(staged, make_writer, failure, stats),
                 name="air-lightning-save",
-                daemon=True,  # exit waits in _at_exit, with a bound; joining would have none
+                daemon=True,  # exit waits in wait_at_exit, with a bound; joining would have none
             ).start()
+
+    @contextmanager
+    def begun(self, tensors: Sequence[torch.Tensor]) -> Iterator[None]:
+        """Let the copy begin before ``save`` has its entries; a save within the block takes it.
+
+        Args:
+            tensors: Large ones that will be saved, more or less; nobody may change them meanwhile.
+
+        Raises:
+            SaveFailedError: This thread is in a call of ``save`` already.
+        """
+        try:
+            with self._turn():
+                is_preparing = self._preparing is not None and self._preparing.is_alive()
+                if not (self.in_flight() or is_preparing):  # in flight, it reads the buffers
+                    self._stager.begin(tensors)
+            yield
+        finally:
+            with self._turn():
+                self._stager.leave()
 
     def prepare(self, tensors: Iterable[torch.Tensor]) -> None:
         """Allocate in the background what staging will need: the first save is then fast too.
@@ -240,7 +259,7 @@ class AsyncSaver:
 
     def _stage(
         self, entries: Mapping[str, Any], unshared: Collection[str], unsure: Collection[str]
-    ) -> tuple[dict[str, Any], BaseException | None]:
+    ) -> tuple[dict[str, Any], BaseException | None, int]:
         try:
             if not self._no_dist:
                 # No save is in flight: the group is ours, on this thread.
@@ -248,9 +267,10 @@ class AsyncSaver:
                 entries = own_share(entries, group, unshared=unshared, unsure=unsure)
             if self._preparing is not None:
                 self._preparing.join()
-            return self._stager.stage(entries), None
+            size = nbytes(entries)  # first: what was begun goes on meanwhile
+            return self._stager.stage(entries), None, size
         except Exception as error:  # noqa: BLE001 - raised on every rank, through the collectives
-            return {}, error
+            return {}, error, 0
 
     def _run(
         self,
@@ -327,21 +347,3 @@ def _run_logged(action: Callable[[], None]) -> None:
     except Exception:  # noqa: BLE001 - logged
         # Raised on this rank alone, it would leave the others waiting in their next save.
         _log.exception("The save is published, but what was to follow it failed.")
-
-
-def _at_exit(saver: AsyncSaver) -> None:
-    """Let interpreter exit wait for the last save, bounded by the saver's timeout.
-
-    ``atexit`` runs too late: by then ``concurrent.futures`` refuses work to writers that use it.
-    Callbacks run in reverse order, so its own has to be registered first, which its import does.
-    """
-    import_module("concurrent.futures.thread")
-    reference = weakref.ref(saver)
-
-    def finish() -> None:
-        alive = reference()
-        if alive is not None and os.getpid() == alive._pid:
-            alive.close()
-
-    register = getattr(threading, "_register_atexit", atexit.register)
-    register(finish)

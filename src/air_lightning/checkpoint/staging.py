@@ -6,10 +6,14 @@ Each staged tensor is a storage of its own inside the slab: writers then need no
 Where two entries are one view of one storage (tied weights) they are copied once; a small view of
 a large storage copies only itself.
 
-Copies between CPU tensors are plain memory moves, in pieces that the calling thread and one helper
-take from a common list. torch's own ``copy_`` splits evenly over OpenMP threads that then wait for
+Copies between CPU tensors are plain memory moves, shared by the calling thread and one helper
+(``moving.py``). torch's own ``copy_`` splits evenly over OpenMP threads that then wait for
 each other: with one core busy (a loader's worker) the training waits for a time slice. CUDA
 tensors are copied to pinned memory on the current stream, and waited for once.
+
+A state that lies where it lay at the last stage need not wait for its keys: ``begin`` lets the
+helper start, ``stage`` takes what it copied if the entries turn out to be the same ones, and
+``leave`` calls it off where the call fails in between. Until then nobody may change the state.
 
 Staging overwrites what the stage before returned: the caller waits for that save first.
 
@@ -18,31 +22,27 @@ behind all of these, close together.
 """
 
 import contextlib
-import ctypes
 import mmap
-import os
 import sys
-import threading
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
 
+from air_lightning.checkpoint.ahead import Ahead, Form, form
+from air_lightning.checkpoint.moving import Block, Copying, move, pieces
 from air_lightning.errors import SaveFailedError
 from air_lightning.volumes.direct import BLOCK
 
 _ALIGN = 64  # bytes
 LARGE = 128 << 10  # bytes; what is lost between blocks is 3% of a tensor of this size
-_PIECE = 4 << 20  # bytes; small against a time slice of the scheduler, large against a lock
-_HELPED = 128 << 20  # bytes from which a helper is worth waiting for its last piece
 _MADV_WIPEONFORK = 18 if sys.platform == "linux" else None  # Linux 4.14; not in mmap
 
 Slab: TypeAlias = "np.ndarray[Any, np.dtype[np.uint8]]"
 _Signature: TypeAlias = tuple[Any, ...]
-_Move: TypeAlias = tuple[int, int, int]  # to, from, bytes
 
 
 class _Source(NamedTuple):
@@ -65,8 +65,12 @@ class Stager:
         self._pinned = False
         self._signature: _Signature | None = None
         self._buffers: list[torch.Tensor] = []
-        self._views: list[_Signature] = []
-        self._moves: list[_Move] | None = None
+        self._views: list[tuple[str, Form]] = []
+        self._moves: list[Block] | None = None
+        self._told: list[Form] = []  # how the tensors lie that begin was told of
+        self._forms: dict[int, Form] = {}  # the same by identity, while they are held
+        self._ahead: Ahead | None = None
+        self._begun: Copying | None = None
 
     @property
     def nbytes(self) -> int:
@@ -82,6 +86,31 @@ class Stager:
         sources = _sources({str(index): tensor for index, tensor in enumerate(tensors)})
         self._reserve(_offsets(sources)[1], pin=any(s.tensor.is_cuda for s in sources))
 
+    def begin(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Begin to copy tensors, if they lie where they lay at the last stage.
+
+        Args:
+            tensors: What will be staged, more or less. It must stay as it is, and be held, until
+                ``stage`` returned or ``leave`` was called.
+        """
+        self.leave()
+        plain = [_local(tensor) for tensor in tensors]
+        try:
+            told = [form(tensor) for tensor in plain]
+        except RuntimeError:  # a sparse one, which will be no entry, has no address
+            told = []
+        if self._ahead is not None and told == self._ahead.told:
+            told = self._ahead.told
+            self._begun = self._ahead.begin(plain)
+        self._told = told
+        self._forms = dict(zip(map(id, tensors), told, strict=False))
+
+    def leave(self) -> None:
+        """Call off what was begun and not staged; nothing is written to the buffers after this."""
+        begun, self._begun, self._forms = self._begun, None, {}
+        if begun is not None:
+            begun.abandon()
+
     def stage(self, entries: Mapping[str, Any]) -> dict[str, Any]:
         """Copy the tensors of ``entries``; they may be changed once this returns.
 
@@ -91,22 +120,39 @@ class Stager:
         Returns:
             The same keys in the same order; valid until the next ``stage``.
         """
-        views = _views(entries)
+        views = _views(entries, self._forms)
         if self._moves is not None and views == self._views:
-            _move(self._moves)  # the same bytes of the same tensors as last time
+            staged = self._staged(entries)
+            self._move_again(self._moves)
         else:
-            self._moves = None
+            self.leave()
+            self._moves = self._ahead = None
             require_memory(entries)
             sources = _sources(entries)
             self._lay_out(sources)
             self._moves = _copy(sources, self._buffers)
             self._views = views
-        staged = dict(entries)
-        for (key, *_), buffer in zip(views, self._buffers, strict=True):
-            original = entries[key]
-            is_sharded = isinstance(original, DTensor)
-            staged[key] = _like_sharded(original, buffer) if is_sharded else buffer
+            staged = self._staged(entries)
+        if self._moves is not None and (self._ahead is None or self._ahead.told is not self._told):
+            self._ahead = Ahead.plan(self._told, [form for _, form in views], self._buffers)
         return staged
+
+    def _staged(self, entries: Mapping[str, Any]) -> dict[str, Any]:
+        staged = dict(entries)
+        buffers = iter(self._buffers)
+        for key, value in entries.items():
+            if isinstance(value, torch.Tensor):
+                buffer = next(buffers)
+                staged[key] = _like_sharded(value, buffer) if isinstance(value, DTensor) else buffer
+        return staged
+
+    def _move_again(self, moves: list[Block]) -> None:
+        """Move the same bytes of the same tensors as last time, but for what is under way."""
+        begun, self._begun = self._begun, None
+        if begun is None or self._ahead is None:
+            move(moves)
+        else:
+            begun.finish(self._ahead.rest)
 
     def _lay_out(self, sources: list[_Source]) -> None:
         signature = tuple(
@@ -167,15 +213,13 @@ def _sources(entries: Mapping[str, Any]) -> list[_Source]:
     return sources
 
 
-def _views(entries: Mapping[str, Any]) -> list[_Signature]:
-    """What tells whether each tensor lies where it lay, in the same form; the key comes first."""
-    views: list[_Signature] = []
-    for key, value in entries.items():
-        if isinstance(value, torch.Tensor):
-            t = _local(value)
-            bits = (t.is_conj(), t.is_neg(), t.is_cpu)
-            views.append((key, t.data_ptr(), t.shape, t.stride(), t.dtype, bits))
-    return views
+def _views(entries: Mapping[str, Any], known: Mapping[int, Form]) -> list[tuple[str, Form]]:
+    """What tells whether each tensor lies where it lay, in the same form."""
+    return [
+        (key, known.get(id(value)) or form(_local(value)))
+        for key, value in entries.items()
+        if isinstance(value, torch.Tensor)
+    ]
 
 
 def _local(value: torch.Tensor) -> torch.Tensor:
@@ -205,13 +249,13 @@ def _buffer(like: torch.Tensor, slab: Slab, offset: int) -> torch.Tensor:
     return empty.set_(storage, 0, like.shape, stride)
 
 
-def _copy(sources: list[_Source], buffers: list[torch.Tensor]) -> list[_Move] | None:
+def _copy(sources: list[_Source], buffers: list[torch.Tensor]) -> list[Block] | None:
     """Copy each source to its buffer.
 
     Returns:
         The moves of memory that this took; None where it took more than these.
     """
-    moves: list[_Move] = []
+    moves: list[Block] = []
     devices = set()
     is_all = True
     for index, (source, buffer) in enumerate(zip(sources, buffers, strict=True)):
@@ -219,14 +263,14 @@ def _copy(sources: list[_Source], buffers: list[torch.Tensor]) -> list[_Move] | 
         if source.alias != index or tensor.numel() == 0:
             continue
         if tensor.is_cpu and tensor.stride() == buffer.stride():
-            moves += _pieces(buffer.data_ptr(), tensor.data_ptr(), tensor.nbytes)
+            moves += pieces(buffer.data_ptr(), tensor.data_ptr(), tensor.nbytes)
             is_all &= not source.is_made
             continue
         is_all = False
         buffer.copy_(tensor, non_blocking=tensor.is_cuda)
         if tensor.is_cuda:
             devices.add(tensor.device)
-    _move(moves)
+    move(moves)
     for device in devices:
         torch.cuda.current_stream(device).synchronize()
     return moves if is_all else None
@@ -257,53 +301,6 @@ def _end(tensor: torch.Tensor) -> int:
         steps = zip(tensor.shape, tensor.stride(), strict=True)
         elements = 1 + sum((size - 1) * stride for size, stride in steps)
     return int((tensor.storage_offset() + elements) * tensor.itemsize)
-
-
-def _move(moves: list[_Move]) -> None:
-    """Move blocks of memory; both threads release the GIL while they copy."""
-    if sum(size for _, _, size in moves) < _HELPED or _cores() < 2:
-        for move in moves:
-            ctypes.memmove(*move)
-        return
-    pieces = moves.copy()
-    copying = threading.Lock()
-    failed: list[BaseException] = []
-
-    def help_out() -> None:
-        try:
-            with copying:
-                while pieces:
-                    _move_one(pieces)
-        except BaseException as error:  # noqa: BLE001 - raised on the caller's thread
-            failed.append(error)
-
-    threading.Thread(target=help_out, name="air-lightning-stage", daemon=True).start()
-    while pieces:
-        _move_one(pieces)
-    # Wait for a piece that is being copied, not for a helper that never got a core.
-    with copying:
-        pass
-    if failed:
-        raise failed[0]
-
-
-def _move_one(pieces: list[_Move]) -> None:
-    try:
-        piece = pieces.pop()
-    except IndexError:  # the other thread took the last one
-        return
-    ctypes.memmove(*piece)
-
-
-def _pieces(to: int, source: int, size: int) -> Iterator[_Move]:
-    for start in range(0, size, _PIECE):
-        yield to + start, source + start, min(_PIECE, size - start)
-
-
-def _cores() -> int:
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def _like_sharded(original: DTensor, local: torch.Tensor) -> DTensor:

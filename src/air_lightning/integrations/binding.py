@@ -159,6 +159,15 @@ class Binding:
             return
         self._wait_for_last_save()
         self.notices.give()
+        with self.io.begun(checkpoint):
+            target = self._save_on_all_ranks(checkpoint, filepath, storage_options)
+        if "optimizer_states" in checkpoint:
+            self._saved = (self._batches(), volume_path.parent(target))
+        if self._trainer.state.finished:
+            # Nothing of the Trainer's comes after this that could raise a background error.
+            self.io.wait()
+
+    def _save_on_all_ranks(self, checkpoint: dict[str, Any], filepath: Any, options: Any) -> str:
         # The name may hold a metric that differs in the last digit, or a time; and whether a
         # complete checkpoint is in the way must look the same to all.
         buffers = self._restorer.buffers
@@ -177,13 +186,9 @@ class Binding:
                 "put_off": self._put_off(),
             },
             alike=self._state.alike,
-            storage_options=storage_options,
+            storage_options=options,
         )
-        if "optimizer_states" in checkpoint:
-            self._saved = (self._batches(), volume_path.parent(target))
-        if self._trainer.state.finished:
-            # Nothing of the Trainer's comes after this that could raise a background error.
-            self.io.wait()
+        return target
 
     def has_saved(self, roots: list[str]) -> bool:
         """Whether the batch trained on last is in a checkpoint, or a save in flight, of these."""

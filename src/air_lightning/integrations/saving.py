@@ -5,7 +5,8 @@ that nothing was bound to.
 """
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import Any, cast
 
@@ -13,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from air_lightning.checkpoint import attempt
+from air_lightning.checkpoint.ahead import large_tensors
 from air_lightning.checkpoint.dcp import UCVolumeWriter
 from air_lightning.checkpoint.room import Detour
 from air_lightning.checkpoint.saver import AsyncSaver
@@ -129,6 +131,12 @@ class Saves:
         follow_up = replace_other if self.rank == 0 else None
         shares = {"unshared": entries.unshared, "unsure": entries.unsure}
         saver.save(entries, make_writer, on_published=follow_up, **shares)
+
+    def begun(self, state: Mapping[str, Any]) -> AbstractContextManager[None]:
+        """Let the copy of a state begin, after ``wait``, while the entries for a save are made."""
+        if self._saver is None:
+            return nullcontext()
+        return self._saver.begun(large_tensors(state))
 
     def choose_target(self, path: PathLike) -> str:
         """Where the next save to a path goes; asked on one rank, after ``wait`` on all.
