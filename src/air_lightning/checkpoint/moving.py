@@ -23,7 +23,7 @@ import torch
 
 _PIECE = 4 << 20  # bytes; small against a time slice of the scheduler, large against a lock
 WHOLE = 16 << 20  # bytes up to which a tensor need not be cut
-_SHARE_ALONE, _SHARE_JOINED = 3, 8  # the helper takes this part of what is left at a time
+_SHARE_ALONE, _SHARE_JOINED = 4, 8  # the helper takes this part of what is left at a time
 _HELPED = 128 << 20  # bytes from which a helper is worth waiting for its last block
 
 

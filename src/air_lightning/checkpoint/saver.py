@@ -2,9 +2,8 @@
 
 ``save`` waits for the save before it (and raises its error), agrees with the other ranks on who
 writes what, copies this rank's part of the state, and starts a thread that runs the DCP save on a
-process group of our own. Every rank's thread takes part in every save,
-also where its own staging or writer failed: the failure then travels through the collectives and
-is raised on every rank, instead of leaving the others to wait.
+process group of our own. Every rank's thread takes part in every save, also where its own staging
+or writer failed: the failure is then raised on every rank, and the others are not left to wait.
 
 What must follow a publication (deleting the checkpoint that it replaces) is queued by
 ``after_published`` and dropped if the save failed: the older checkpoint is then the good one.
@@ -26,6 +25,7 @@ from torch.distributed.checkpoint.storage import StorageWriter
 
 from air_lightning.checkpoint.blobs import nbytes
 from air_lightning.checkpoint.ending import wait_at_exit
+from air_lightning.checkpoint.moving import is_helped
 from air_lightning.checkpoint.planner import FailedWriter, first_failure
 from air_lightning.checkpoint.planner import save as save_entries
 from air_lightning.checkpoint.sharing import own_share
@@ -152,15 +152,16 @@ class AsyncSaver:
                 daemon=True,  # exit waits in wait_at_exit, with a bound; joining would have none
             ).start()
 
+    def copies_much(self) -> bool:
+        """Whether to look for what can begin early takes less than it saves."""
+        return self._stager.nbytes == 0 or is_helped(self._stager.nbytes)
+
     @contextmanager
     def begun(self, tensors: Sequence[torch.Tensor]) -> Iterator[None]:
         """Let the copy begin before ``save`` has its entries; a save within the block takes it.
 
         Args:
             tensors: Large ones that will be saved, more or less; nobody may change them meanwhile.
-
-        Raises:
-            SaveFailedError: This thread is in a call of ``save`` already.
         """
         try:
             with self._turn():

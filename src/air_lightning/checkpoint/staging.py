@@ -215,11 +215,10 @@ def _sources(entries: Mapping[str, Any]) -> list[_Source]:
 
 def _views(entries: Mapping[str, Any], known: Mapping[int, Form]) -> list[tuple[str, Form]]:
     """What tells whether each tensor lies where it lay, in the same form."""
-    return [
-        (key, known.get(id(value)) or form(_local(value)))
-        for key, value in entries.items()
-        if isinstance(value, torch.Tensor)
-    ]
+    tensors = [(key, value) for key, value in entries.items() if isinstance(value, torch.Tensor)]
+    if not known:
+        return [(key, form(_local(value))) for key, value in tensors]
+    return [(key, known.get(id(value)) or form(_local(value))) for key, value in tensors]
 
 
 def _local(value: torch.Tensor) -> torch.Tensor:

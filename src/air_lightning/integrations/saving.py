@@ -134,7 +134,7 @@ class Saves:
 
     def begun(self, state: Mapping[str, Any]) -> AbstractContextManager[None]:
         """Let the copy of a state begin, after ``wait``, while the entries for a save are made."""
-        if self._saver is None:
+        if self._saver is None or not self._saver.copies_much():
             return nullcontext()
         return self._saver.begun(large_tensors(state))
 
