@@ -21,6 +21,8 @@ from typing import NamedTuple
 
 import torch
 
+from air_lightning.volumes.threads import start_thread
+
 _PIECE = 4 << 20  # bytes; small against a time slice of the scheduler, large against a lock
 WHOLE = 16 << 20  # bytes up to which a tensor need not be cut
 _SHARE_ALONE, _SHARE_JOINED = 4, 8  # the helper takes this part of what is left at a time
@@ -69,7 +71,7 @@ class Copying:
         self._at_work = threading.Lock()
         self._failed: list[BaseException] = []
         self._share = _SHARE_ALONE
-        threading.Thread(target=self._help_out, name="air-lightning-stage", daemon=True).start()
+        start_thread(self._help_out, "air-lightning-stage")  # without one, the caller moves all
 
     def finish(self, more: Iterable[Block] = ()) -> None:
         """Move what is left, together with the helper.
@@ -95,13 +97,14 @@ class Copying:
             pass
 
     def _help_out(self) -> None:
-        try:
-            with self._at_work:
+        with self._at_work:
+            try:
                 in_one_call = _loops_alone()
                 while portion := self._portion():
                     _move_portion(portion, in_one_call=in_one_call)
-        except BaseException as error:  # noqa: BLE001 - raised on the caller's thread
-            self._failed.append(error)
+            except BaseException as error:  # noqa: BLE001 - raised on the caller's thread
+                # Before the lock is let go of: the caller, who waits for that, looks once.
+                self._failed.append(error)
 
     def _portion(self) -> list[Block]:
         wanted = max(1, len(self._left) // self._share)

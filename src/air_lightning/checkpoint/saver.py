@@ -33,6 +33,7 @@ from air_lightning.checkpoint.staging import Stager
 from air_lightning.checkpoint.suspended import no_collections
 from air_lightning.checkpoint.turn import Turn
 from air_lightning.errors import InvalidArgumentError, SaveFailedError
+from air_lightning.volumes.threads import start_thread
 
 _log = logging.getLogger("air_lightning")
 
@@ -145,12 +146,10 @@ class AsyncSaver:
                 self._target = "the checkpoint"
                 self._awaited.clear()
                 self._idle.clear()
-            threading.Thread(
-                target=self._run,
-                args=(staged, make_writer, failure, stats),
-                name="air-lightning-save",
-                daemon=True,  # exit waits in wait_at_exit, with a bound; joining would have none
-            ).start()
+            # A daemon: exit waits in wait_at_exit, with a bound; joining would have none.
+            todo = (staged, make_writer, failure, stats)
+            if start_thread(self._run, "air-lightning-save", *todo) is None:
+                self._run(*todo)  # the other ranks count on this one's part
 
     def copies_much(self) -> bool:
         """Whether to look for what can begin early takes less than it saves."""
@@ -181,10 +180,7 @@ class AsyncSaver:
         """
         if self._preparing is not None or self.in_flight():
             return
-        self._preparing = threading.Thread(
-            target=self._reserve, args=(list(tensors),), name="air-lightning-stage", daemon=True
-        )
-        self._preparing.start()
+        self._preparing = start_thread(self._reserve, "air-lightning-stage", list(tensors))
 
     def _reserve(self, tensors: list[torch.Tensor]) -> None:
         try:

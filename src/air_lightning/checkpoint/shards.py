@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, BinaryIO, TypeVar
 
 from air_lightning.checkpoint.manifest import Checksum
+from air_lightning.volumes.threads import start_thread
 
 PIECE = 8 << 20  # bytes per write; also what is collected before one
 _COPIED = 16 << 10  # bytes that cost less to copy than to count as a piece
@@ -48,14 +49,9 @@ def run_jobs(
             except BaseException as failure:  # noqa: BLE001 - raised below, on the calling thread
                 failures.append(failure)
 
-    helpers = [
-        threading.Thread(target=drain, name=f"air-shards-{i}", daemon=True)
-        for i in range(1, min(threads, len(jobs)))
-    ]
-    for helper in helpers:
-        helper.start()
+    helpers = [start_thread(drain, f"air-shards-{i}") for i in range(1, min(threads, len(jobs)))]
     drain()
-    for helper in helpers:
+    for helper in filter(None, helpers):
         helper.join()
     if failures:
         raise failures[0]

@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from air_lightning.data.stream import current_rank
+from air_lightning.volumes.threads import start_thread
 
 logger = logging.getLogger("air_lightning")
 
@@ -167,9 +168,9 @@ class _Reporter:
         with contextlib.suppress(queue.Full):
             self._reports.put_nowait(report)
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="air-mlflow-timing", daemon=True)
-            self._thread.start()
-            atexit.register(self.drain, _EXIT_WAIT_S)
+            self._thread = start_thread(self._run, "air-mlflow-timing")
+            if self._thread is not None:
+                atexit.register(self.drain, _EXIT_WAIT_S)
 
     def drain(self, timeout_s: float) -> bool:
         """Wait until everything was sent, at most so long; whether it was."""

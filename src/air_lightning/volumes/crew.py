@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from air_lightning.errors import StorageError
 from air_lightning.volumes import path as volume_path
+from air_lightning.volumes.threads import start_thread
 
 _THREADS = 16
 _LOOK_S = 1.0
@@ -96,10 +97,11 @@ class _Gang:
         self.ended = threading.Event()
         for step in steps:
             self._steps.put(step)
-        for number in range(threads):
-            threading.Thread(
-                target=self._work, args=(number,), name=f"air-listing_{number}", daemon=True
-            ).start()
+        helpers = [
+            start_thread(self._work, f"air-listing_{number}", number) for number in range(threads)
+        ]
+        if not any(helpers):
+            self._work(0)
 
     def at_work(self) -> list[Step]:
         """What the threads are at."""

@@ -13,6 +13,8 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 
+from air_lightning.volumes.threads import start_thread
+
 STREAMS = 4  # of one file
 _HELPERS = 12  # threads of a process, beside those that download
 
@@ -71,9 +73,11 @@ class Team:
     def _helpers(self, wanted: int) -> list[threading.Thread]:
         helpers: list[threading.Thread] = []
         while len(helpers) < wanted and _permits.acquire(blocking=False):
-            helper = threading.Thread(target=self._help, name="air-download", daemon=True)
+            helper = start_thread(self._help, "air-download")
+            if helper is None:
+                _permits.release()
+                break
             helpers.append(helper)
-            helper.start()
         return helpers
 
     def _help(self) -> None:

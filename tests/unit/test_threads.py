@@ -1,0 +1,76 @@
+"""Threads that cannot be started, or fail: the work is done all the same, or there is an error."""
+
+import threading
+import time
+
+import pytest
+import torch
+
+from air_lightning import verify_checkpoint
+from air_lightning.checkpoint.dcp import UCVolumeReader, UCVolumeWriter
+from air_lightning.checkpoint.moving import Block, Copying, pieces
+from air_lightning.checkpoint.planner import LoadPlanner, load
+from air_lightning.checkpoint.saver import AsyncSaver
+from air_lightning.data.listing import take_listing
+from air_lightning.volumes.storage import open_storage
+from air_lightning.volumes.streams import Team, cut
+
+
+@pytest.fixture
+def no_threads():
+    """The machine has no thread left: none with so large a stack."""
+    before = threading.stack_size(1 << 46)
+    with pytest.raises(RuntimeError):
+        threading.Thread(target=print).start()
+    yield
+    threading.stack_size(before)
+
+
+def test_a_save_and_a_load(tmp_path, no_threads):
+    """A checkpoint is saved and loaded, and what was to be prepared is done at the save."""
+    path = str(tmp_path / "checkpoint")
+    saved = {f"t{number}": torch.randn(100_000) for number in range(8)}
+    saver = AsyncSaver(no_dist=True, timeout_s=60)
+    saver.prepare(saved.values())
+    saver.save(saved, lambda: UCVolumeWriter(path))
+    saver.wait()
+    verify_checkpoint(path)
+    loaded = {key: torch.zeros_like(value) for key, value in saved.items()}
+    planner = LoadPlanner(weights_only=True)
+    load(loaded, UCVolumeReader(path), planner, process_group=None, no_dist=True)
+    assert all(torch.equal(loaded[key], saved[key]) for key in saved)
+
+
+def test_a_copy(no_threads):
+    """What two threads were to move, the caller moves."""
+    source = torch.randint(256, (9 << 20,), dtype=torch.uint8)
+    to = torch.zeros_like(source)
+    Copying(pieces(to.data_ptr(), source.data_ptr(), source.nbytes)).finish()
+    assert torch.equal(to, source)
+
+
+def test_a_listing(volume, no_threads):
+    """A directory of directories is listed."""
+    names = volume.write(20)
+    files = take_listing(open_storage(volume.path), None)
+    assert [files[number].name for number in range(len(files))] == names
+
+
+def test_a_download_of_several_streams(no_threads):
+    """The caller reads all spans, and the places of helpers are free for others."""
+    spans = cut(100, 10)
+    for _ in range(40):  # more than there may be helpers
+        read = []
+        Team(spans, lambda team, read=read: read.extend(team.spans())).run()
+        assert read == spans
+
+
+def test_what_the_helper_of_a_copy_fails_at_is_raised():
+    """A copy that the helper cannot make fails, though the caller had nothing to wait for."""
+    copying = Copying([Block(0, 0, 0, torch.zeros(3), torch.zeros(4))])
+    deadline = time.monotonic() + 30
+    while any(thread.name == "air-lightning-stage" for thread in threading.enumerate()):
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    with pytest.raises(RuntimeError):
+        copying.finish()
