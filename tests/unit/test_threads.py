@@ -1,5 +1,6 @@
 """Threads that cannot be started, or fail: the work is done all the same, or there is an error."""
 
+import signal
 import threading
 import time
 
@@ -63,6 +64,51 @@ def test_a_download_of_several_streams(no_threads):
         read = []
         Team(spans, lambda team, read=read: read.extend(team.spans())).run()
         assert read == spans
+
+
+class Interrupted(Exception):
+    """What a handler of a signal raises."""
+
+
+@pytest.fixture
+def interrupted_wait():
+    """Signals come all the time, until the handler of one raises, as Ctrl-C's, amid ``abandon``."""
+    done = threading.Event()
+
+    def handler(_, frame):
+        if frame.f_code is Copying.abandon.__code__ and not done.is_set():
+            done.set()
+            raise Interrupted
+
+    def send():
+        while not done.wait(0.001):
+            signal.pthread_kill(main, signal.SIGUSR2)
+
+    main = threading.get_ident()
+    before = signal.signal(signal.SIGUSR2, handler)
+    sender = threading.Thread(target=send)
+    sender.start()
+    yield
+    done.set()
+    sender.join()
+    signal.signal(signal.SIGUSR2, before)
+
+
+@pytest.mark.parametrize("end", [Copying.finish, Copying.abandon])
+def test_a_copy_that_is_interrupted_while_it_waits_for_its_helper(interrupted_wait, end):
+    """The interruption is raised, and by then nothing is written any more, nor read."""
+    source = torch.ones(1 << 29, dtype=torch.uint8)
+    for _ in range(20):  # a busy machine may let the helper be done before there is a wait
+        to = torch.zeros_like(source)
+        copying = Copying([Block(to.data_ptr(), source.data_ptr(), source.nbytes)])
+        while not to[0]:
+            pass  # the helper has not begun
+        try:
+            end(copying)
+        except Interrupted:
+            assert to[-1]
+            return
+    pytest.fail("never interrupted")
 
 
 def test_what_the_helper_of_a_copy_fails_at_is_raised():

@@ -92,9 +92,17 @@ class Copying:
     def abandon(self) -> None:
         """Let the helper end with the blocks that it is at."""
         self._left.clear()
-        # Wait for a portion that is being copied, not for a helper that never got a core.
-        with self._at_work:
-            pass
+        interruption: BaseException | None = None
+        while True:
+            try:
+                # Wait for a portion that is being copied, not for a helper that never got a core.
+                with self._at_work:
+                    break
+            except BaseException as raised:  # noqa: BLE001 - by a handler of signals; raised below
+                # Whoever caught it could free what is read, and a next save meet what is written.
+                interruption = raised
+        if interruption is not None:
+            raise interruption
 
     def _help_out(self) -> None:
         with self._at_work:

@@ -107,9 +107,10 @@ class Stager:
 
     def leave(self) -> None:
         """Call off what was begun and not staged; nothing is written to the buffers after this."""
-        begun, self._begun, self._forms = self._begun, None, {}
-        if begun is not None:
-            begun.abandon()
+        self._forms = {}
+        if self._begun is not None:
+            self._begun.abandon()
+            self._begun = None  # not before: interrupted above, the next one waits for it, too
 
     def stage(self, entries: Mapping[str, Any]) -> dict[str, Any]:
         """Copy the tensors of ``entries``; they may be changed once this returns.
@@ -148,11 +149,11 @@ class Stager:
 
     def _move_again(self, moves: list[Block]) -> None:
         """Move the same bytes of the same tensors as last time, but for what is under way."""
-        begun, self._begun = self._begun, None
-        if begun is None or self._ahead is None:
+        if self._begun is None or self._ahead is None:
             move(moves)
-        else:
-            begun.finish(self._ahead.rest)
+            return
+        self._begun.finish(self._ahead.rest)
+        self._begun = None
 
     def _lay_out(self, sources: list[_Source]) -> None:
         signature = tuple(
