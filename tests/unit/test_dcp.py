@@ -161,6 +161,16 @@ def test_a_view_costs_its_own_size_only(tmp_path: Path) -> None:
     assert sum(os.path.getsize(tmp_path / name) for name in shards(tmp_path)) < 10_000
 
 
+def test_attributes_of_a_tensor_are_not_saved(tmp_path):
+    """A tensor is saved without what the user hung on it, which might be no plain value."""
+    noted = torch.randn(3, dtype=torch.complex64).conj()
+    noted.note = lambda: None
+    dcp.save({"t": noted}, storage_writer=UCVolumeWriter(str(tmp_path)), no_dist=True)
+    loaded = {"t": torch.zeros(3, dtype=torch.complex64)}
+    dcp.load(loaded, storage_reader=UCVolumeReader(str(tmp_path)), no_dist=True)
+    assert torch.equal(loaded["t"], noted.resolve_conj())
+
+
 def test_torchs_checksum_option_is_as_before_after_a_save(tmp_path: Path) -> None:
     """The process-wide CRC option of torch.save, which we turn off, is back after the save."""
     before = torch.serialization.get_crc32_options()

@@ -255,6 +255,12 @@ def test_a_state_that_holds_itself_is_walked_once():
     assert [id(tensor) for tensor in large_tensors(state)] == [id(tensor) for tensor in large]
 
 
+def test_a_list_of_very_many_numbers_is_not_walked():
+    """What a callback has collected over a run costs no call its time."""
+    state = {"collected": [0.5] * (1 << 15) + [torch.zeros(5000)], "large": torch.ones(5000)}
+    assert [id(tensor) for tensor in large_tensors(state)] == [id(state["large"])]
+
+
 def test_prepared_buffers_serve_the_first_stage():
     """After reserve, staging allocates nothing."""
     stager = Stager()

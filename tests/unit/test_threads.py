@@ -1,6 +1,9 @@
 """Threads that cannot be started, or fail: the work is done all the same, or there is an error."""
 
+import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 
@@ -76,7 +79,9 @@ def interrupted_wait():
     done = threading.Event()
 
     def handler(_, frame):
-        if frame.f_code is Copying.abandon.__code__ and not done.is_set():
+        # Not at its very first instruction, where Python has no way to hold an exception back.
+        is_in = frame.f_code is Copying.abandon.__code__ and "interruption" in frame.f_locals
+        if is_in and not done.is_set():
             done.set()
             raise Interrupted
 
@@ -109,6 +114,52 @@ def test_a_copy_that_is_interrupted_while_it_waits_for_its_helper(interrupted_wa
             assert to[-1]
             return
     pytest.fail("never interrupted")
+
+
+def test_a_child_forked_amid_a_copy_leaves_it():
+    """A forked process, in which there is no helper, does not wait for one."""
+    source = torch.ones(1 << 29, dtype=torch.uint8)
+    to = torch.zeros_like(source)
+    copying = Copying([Block(to.data_ptr(), source.data_ptr(), source.nbytes)])
+    while not to[0]:
+        pass  # the helper has not begun
+    child = os.fork()
+    if child == 0:
+        copying.abandon()
+        os._exit(0)
+    copying.finish()
+    deadline = time.monotonic() + 30
+    while not (ended := os.waitpid(child, os.WNOHANG))[0]:
+        if time.monotonic() > deadline:
+            os.kill(child, signal.SIGKILL)
+        time.sleep(0.001)
+    assert ended[1] == 0
+    assert to[-1]
+
+
+ENDS_AMID_A_COPY = """
+import threading, torch
+from air_lightning.checkpoint.moving import Block, Copying
+
+source = [torch.ones(4 << 20, dtype=torch.uint8) for _ in range(200)]
+to = [torch.zeros_like(tensor) for tensor in source]
+
+def begin():
+    blocks = [Block(b.data_ptr(), a.data_ptr(), a.nbytes, b, a) for a, b in zip(source, to)]
+    begun = Copying(blocks)
+    threading.Event().wait()  # a save that will never have its entries
+
+threading.Thread(target=begin, daemon=True).start()
+while not to[0][0]:
+    pass
+"""
+
+
+def test_a_process_that_ends_amid_a_copy():
+    """It ends as it would without one, though a daemon thread had begun it."""
+    for _ in range(3):
+        ended = subprocess.run([sys.executable, "-c", ENDS_AMID_A_COPY], timeout=60, check=False)
+        assert ended.returncode == 0
 
 
 def test_what_the_helper_of_a_copy_fails_at_is_raised():

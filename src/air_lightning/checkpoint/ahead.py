@@ -22,6 +22,7 @@ from air_lightning.checkpoint.moving import WHOLE, Block, Copying, is_helped, pi
 
 _CONTAINERS = frozenset({dict, OrderedDict, list})
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})  # foreign classes may lie anywhere
+_LONGEST = 1 << 14  # items of a container; one of millions of numbers would take the call's time
 _LARGE = 1 << 12  # elements from which looking at a tensor takes less than copying it
 
 Form: TypeAlias = tuple[Any, ...]
@@ -97,7 +98,7 @@ def large_tensors(state: Mapping[Any, Any]) -> list[torch.Tensor]:
         for value in todo.pop():
             kind = type(value)
             if kind in _CONTAINERS:
-                if id(value) not in seen:
+                if id(value) not in seen and len(value) <= _LONGEST:
                     seen.add(id(value))  # one that holds itself would be walked for ever
                     todo.append(value if kind is list else value.values())
             elif (kind in _PLAIN or isinstance(value, DTensor)) and value.numel() >= _LARGE:

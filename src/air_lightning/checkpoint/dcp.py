@@ -260,7 +260,7 @@ def _write(data: torch.Tensor | io.BytesIO, sink: IO[bytes]) -> None:
     if isinstance(data, io.BytesIO):
         sink.write(data.getbuffer())
     else:
-        torch.save(data, sink)
+        torch.save(data.detach(), sink)  # without attributes of the user's, which are pickled too
 
 
 def _compact(tensor: torch.Tensor) -> torch.Tensor:

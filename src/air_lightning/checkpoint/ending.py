@@ -21,8 +21,6 @@ def wait_at_exit(owner: _T, end: Callable[[_T], None]) -> None:
         owner: Is not kept alive by this.
         end: Waits for what is under way; it has to have a bound of its own.
     """
-    # Callbacks run in reverse order, so its own has to be registered first, which its import does.
-    import_module("concurrent.futures.thread")
     reference, pid = weakref.ref(owner), os.getpid()
 
     def finish() -> None:
@@ -30,5 +28,12 @@ def wait_at_exit(owner: _T, end: Callable[[_T], None]) -> None:
         if alive is not None and os.getpid() == pid:
             end(alive)
 
+    at_exit(finish)
+
+
+def at_exit(function: Callable[[], None]) -> None:
+    """Call a function at the end of this process, and of those forked from it."""
+    # Callbacks run in reverse order, so its own has to be registered first, which its import does.
+    import_module("concurrent.futures.thread")
     register = getattr(threading, "_register_atexit", atexit.register)
-    register(finish)
+    register(function)

@@ -21,6 +21,7 @@ from typing import NamedTuple
 
 import torch
 
+from air_lightning.checkpoint.ending import at_exit
 from air_lightning.volumes.threads import start_thread
 
 _PIECE = 4 << 20  # bytes; small against a time slice of the scheduler, large against a lock
@@ -71,7 +72,13 @@ class Copying:
         self._at_work = threading.Lock()
         self._failed: list[BaseException] = []
         self._share = _SHARE_ALONE
+        self._pid = os.getpid()
         start_thread(self._help_out, "air-lightning-stage")  # without one, the caller moves all
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether its helper is this process's, and not that of one it was forked from."""
+        return self._pid == os.getpid()
 
     def finish(self, more: Iterable[Block] = ()) -> None:
         """Move what is left, together with the helper.
@@ -91,13 +98,16 @@ class Copying:
 
     def abandon(self) -> None:
         """Let the helper end with the blocks that it is at."""
-        self._left.clear()
         interruption: BaseException | None = None
         while True:
             try:
+                self._left.clear()
                 # Wait for a portion that is being copied, not for a helper that never got a core.
-                with self._at_work:
-                    break
+                # In a process forked meanwhile the lock is held for ever: there is no helper.
+                if self.is_ours:
+                    with self._at_work:
+                        pass
+                break
             except BaseException as raised:  # noqa: BLE001 - by a handler of signals; raised below
                 # Whoever caught it could free what is read, and a next save meet what is written.
                 interruption = raised
@@ -105,6 +115,13 @@ class Copying:
             raise interruption
 
     def _help_out(self) -> None:
+        thread = threading.current_thread()
+        _helpers.append(thread)
+        if not _is_ending:
+            self._help()
+        _helpers.remove(thread)
+
+    def _help(self) -> None:
         with self._at_work:
             try:
                 in_one_call = _loops_alone()
@@ -118,6 +135,24 @@ class Copying:
         wanted = max(1, len(self._left) // self._share)
         taken = (_taken(self._left.popleft) for _ in range(wanted))
         return [block for block in taken if block is not None]
+
+
+_helpers: list[threading.Thread] = []
+_is_ending = False
+
+
+def _end_helpers() -> None:
+    """Let the helpers be done: one that comes back from torch to no interpreter aborts the process.
+
+    What they are at ends soon, also where a daemon began it that will never finish it.
+    """
+    global _is_ending  # noqa: PLW0603 - of the process
+    _is_ending = True
+    for helper in tuple(_helpers):  # each takes itself out
+        helper.join()
+
+
+at_exit(_end_helpers)
 
 
 def _taken(pop: Callable[[], Block]) -> Block | None:

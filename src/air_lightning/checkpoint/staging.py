@@ -149,7 +149,7 @@ class Stager:
 
     def _move_again(self, moves: list[Block]) -> None:
         """Move the same bytes of the same tensors as last time, but for what is under way."""
-        if self._begun is None or self._ahead is None:
+        if self._begun is None or self._ahead is None or not self._begun.is_ours:
             move(moves)
             return
         self._begun.finish(self._ahead.rest)

@@ -159,32 +159,30 @@ class Binding:
             return
         self._wait_for_last_save()
         self.notices.give()
+        position = self._restorer.position()  # calls the user's code, which may change tensors
         with self.io.begun(checkpoint):
-            target = self._save_on_all_ranks(checkpoint, filepath, storage_options)
+            target = self._save_on_all_ranks(checkpoint, position, filepath, storage_options)
         if "optimizer_states" in checkpoint:
             self._saved = (self._batches(), volume_path.parent(target))
         if self._trainer.state.finished:
             # Nothing of the Trainer's comes after this that could raise a background error.
             self.io.wait()
 
-    def _save_on_all_ranks(self, checkpoint: dict[str, Any], filepath: Any, options: Any) -> str:
+    def _save_on_all_ranks(
+        self, checkpoint: dict[str, Any], position: dict[str, Any], filepath: Any, options: Any
+    ) -> str:
         # The name may hold a metric that differs in the last digit, or a time; and whether a
         # complete checkpoint is in the way must look the same to all.
         buffers = self._restorer.buffers
         target, first = self._agree(
             lambda: (self.io.choose_target(filepath), buffers.prints(checkpoint))
         )
+        optimizers = len(checkpoint.get("optimizer_states", ()))
         self.io.save_on_all_ranks(
             checkpoint,
             target,
-            optimizer_names=self._state.optimizer_names(
-                len(checkpoint.get("optimizer_states", ()))
-            ),
-            rank_blob={
-                **self._restorer.position(),
-                **buffers.capture(checkpoint, first),
-                "put_off": self._put_off(),
-            },
+            optimizer_names=self._state.optimizer_names(optimizers),
+            rank_blob=position | buffers.capture(checkpoint, first) | {"put_off": self._put_off()},
             alike=self._state.alike,
             storage_options=options,
         )
