@@ -203,3 +203,30 @@ def _check_threads(before: set[threading.Thread]) -> None:
             pytest.fail(f"threads left running: {[thread.name for thread in left]}")
         for thread in left:
             thread.join(0.05)
+
+
+@pytest.fixture(scope="module")
+def on_disk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A directory on a local disk: the temporary one may be in memory."""
+    from air_lightning.volumes.mount import file_system_type
+
+    places = [tmp_path_factory.mktemp("disk"), Path(__file__).parent]
+    found = [
+        place for place in places if file_system_type(str(place)) in {"ext4", "xfs", "overlay"}
+    ]
+    if not found:
+        pytest.skip(f"no local disk at {places}")
+    made = found[0] / f".on-disk-{os.getpid()}"
+    made.mkdir()
+    yield made
+    shutil.rmtree(made)
+
+
+@pytest.fixture
+def no_threads() -> Iterator[None]:
+    """The machine has no thread left: none with so large a stack."""
+    before = threading.stack_size(1 << 46)
+    with pytest.raises(RuntimeError):
+        threading.Thread(target=print).start()
+    yield
+    threading.stack_size(before)

@@ -5,7 +5,6 @@ import io
 import mmap
 import os
 import resource
-from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -20,11 +19,11 @@ from hypothesis import strategies as st
 from air_lightning.checkpoint.catalog import verify_checkpoint
 from air_lightning.checkpoint.dcp import UCVolumeReader, UCVolumeWriter
 from air_lightning.checkpoint.envelope import envelope
-from air_lightning.checkpoint.planner import LoadPlanner, load, save
+from air_lightning.checkpoint.planner import LoadPlanner, SavePlanner, load, save
+from air_lightning.checkpoint.room import planned_bytes
 from air_lightning.checkpoint.staging import LARGE, Stager
-from air_lightning.errors import StorageError
+from air_lightning.errors import CorruptCheckpointError, StorageError
 from air_lightning.volumes.direct import BLOCK, BUFFER, DirectWriter
-from air_lightning.volumes.mount import is_local_disk
 from air_lightning.volumes.writer import NamedFile
 
 pytestmark = [
@@ -38,21 +37,6 @@ NBYTES = st.sampled_from(
 )
 DTYPES = st.sampled_from([torch.uint8, torch.bool, torch.bfloat16, torch.float32, torch.complex64])
 MOST = 24 << 20  # bytes of an example
-
-
-@pytest.fixture(scope="module")
-def on_disk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A directory on a local disk: the temporary one may be in memory."""
-    places = [tmp_path_factory.mktemp("aligned"), Path(__file__).parent]
-    found = [place for place in places if is_local_disk(str(place))]
-    if not found:
-        pytest.skip(f"no local disk at {places}")
-    made = found[0] / f".aligned-{os.getpid()}"
-    made.mkdir()
-    yield made
-    for folder in made.iterdir():
-        emptied(folder).rmdir()
-    made.rmdir()
 
 
 def emptied(folder: Path) -> Path:
@@ -123,6 +107,36 @@ def test_staged_or_not_a_disk_gets_the_same_bits(
     folder = emptied(on_disk / "any")
     save(given, UCVolumeWriter(folder, thread_count=threads), process_group=None, no_dist=True)
     assert_whole(folder, wanted, is_aligned=is_staged)
+
+
+def test_gaps_are_planned_for(on_disk: Path) -> None:
+    """The estimate of a save's room is not below what it takes, gaps included."""
+    given = Stager().stage(tensors([(LARGE, torch.uint8)] * 40))
+    folder = emptied(on_disk / "planned")
+    planner = SavePlanner()
+    planner.set_up_planner(dict(given), None, is_coordinator=True)
+    planned = planned_bytes(planner.create_local_plan())
+    save(given, UCVolumeWriter(folder), process_group=None, no_dist=True)
+    assert sum(file.stat().st_size for file in folder.glob("*.distcp")) <= planned
+
+
+def test_a_byte_that_flipped_in_a_gap_is_seen(on_disk: Path) -> None:
+    """With verify=True every byte counts, also one between two items, whatever follows it."""
+    wanted = tensors([(LARGE, torch.uint8)] * 4)
+    folder = emptied(on_disk / "flipped")
+    given = Stager().stage(wanted)
+    save(given, UCVolumeWriter(folder, thread_count=1), process_group=None, no_dist=True)
+    stored = UCVolumeReader(folder).read_metadata().storage_data.values()
+    places = sorted((info.offset, info.length) for info in stored)
+    end = sum(places[0])
+    assert end < places[1][0]
+    with open(folder / "__0_0.distcp", "r+b") as file:
+        file.seek(end)
+        file.write(b"x")
+    like = {key: torch.zeros_like(value) for key, value in wanted.items()}
+    reader, planner = UCVolumeReader(folder, verify=True), LoadPlanner(weights_only=True)
+    with pytest.raises(CorruptCheckpointError, match="__0_0.distcp"):
+        load(like, reader, planner, process_group=None, no_dist=True)
 
 
 class Recording(NamedFile):

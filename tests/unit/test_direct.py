@@ -7,7 +7,6 @@ import os
 import resource
 import struct
 import subprocess
-from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -20,21 +19,6 @@ from air_lightning.volumes.storage import open_storage
 from air_lightning.volumes.writer import GatheringWriter, NamedFile
 
 SIZES = st.sampled_from([0, 1, 511, 4096, 5000, BUFFER - 1, BUFFER, BUFFER + 1, 3 * BUFFER + 7])
-
-
-@pytest.fixture
-def on_disk(tmp_path_factory):
-    """A directory on a local disk: the temporary one may be in memory."""
-    places = [tmp_path_factory.mktemp("direct"), Path(__file__).parent]
-    found = [p for p in places if file_system_type(str(p)) in {"ext4", "xfs", "overlay"}]
-    if not found:
-        pytest.skip(f"no local disk at {places}")
-    made = found[0] / f".direct-{os.getpid()}"
-    made.mkdir()
-    yield made
-    for file in made.iterdir():
-        file.unlink()
-    made.rmdir()
 
 
 def new_file(path):

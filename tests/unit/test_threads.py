@@ -15,19 +15,10 @@ from air_lightning.checkpoint.dcp import UCVolumeReader, UCVolumeWriter
 from air_lightning.checkpoint.moving import Block, Copying, pieces
 from air_lightning.checkpoint.planner import LoadPlanner, load
 from air_lightning.checkpoint.saver import AsyncSaver
+from air_lightning.data.dataset import UCVolumeDataset
 from air_lightning.data.listing import take_listing
 from air_lightning.volumes.storage import open_storage
 from air_lightning.volumes.streams import Team, cut
-
-
-@pytest.fixture
-def no_threads():
-    """The machine has no thread left: none with so large a stack."""
-    before = threading.stack_size(1 << 46)
-    with pytest.raises(RuntimeError):
-        threading.Thread(target=print).start()
-    yield
-    threading.stack_size(before)
 
 
 def test_a_save_and_a_load(tmp_path, no_threads):
@@ -67,6 +58,16 @@ def test_a_download_of_several_streams(no_threads):
         read = []
         Team(spans, lambda team, read=read: read.extend(team.spans())).run()
         assert read == spans
+    threading.stack_size(0)
+    met = threading.Barrier(2)
+    Team(cut(100, 50), lambda _: met.wait(30)).run()
+
+
+def test_reading_ahead(volume, no_threads):
+    """Files are not read without a thread, and the error says what to do."""
+    volume.write(3)
+    with pytest.raises(RuntimeError, match="can't start new threads.*ulimit -u"):
+        list(UCVolumeDataset(volume.path))
 
 
 class Interrupted(Exception):

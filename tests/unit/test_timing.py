@@ -11,6 +11,7 @@ import pytest
 from air_lightning.data import counters, timing
 from air_lightning.data.dataset import UCVolumeDataset
 from air_lightning.data.loader import DataLoader
+from ranks import run_ranks
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -94,6 +95,23 @@ def test_waits_are_aggregated_between_reports(mlflow):
         f"{prefix}_sum": pytest.approx(110),
         f"{prefix}_count": 4,
     }
+
+
+def test_without_a_thread_for_it_nothing_is_reported_or_waited_for(mlflow, tmp_path):
+    """Where no thread can be started training goes on, with a warning, and nobody waits."""
+    log = tmp_path / "log"
+    assert run_ranks(_report_without_threads, mlflow, log=log) == [0], log.read_text()
+    assert "can't start new threads" in log.read_text()
+
+
+def _report_without_threads(mlflow):
+    logging.basicConfig(force=True)  # to the log of this process
+    threading.stack_size(1 << 46)  # more than any machine has
+    with mlflow.start_run():
+        waits(1, 2).end_pass()
+        began = time.monotonic()
+        assert not timing.drain(60)
+        assert time.monotonic() - began < 30
 
 
 def test_no_run_is_ever_opened(mlflow):

@@ -13,9 +13,10 @@ import functools
 import os
 import shutil
 import signal
-import threading
 from collections.abc import Callable
 from multiprocessing import process
+
+from air_lightning.volumes.threads import NO_THREAD, start_thread
 
 _LOOK_EVERY_S = 1.0
 
@@ -36,15 +37,11 @@ def _start_worker(init: Callable[[int], None], parent: int, worker: int) -> None
     block_termination()
     if hasattr(signal, "sigtimedwait"):
         # The parent as it was when it forked: one that is gone by now has another in its place.
-        thread = threading.Thread(
-            target=_obey, args=(parent, _sockets()), name="air-lightning-term", daemon=True
-        )
-        try:
-            thread.start()
-        except RuntimeError:
-            # No thread is to be had (ulimit -u): nobody would obey, and who ends us waits for that.
+        thread = start_thread(_obey, "air-lightning-term", parent, _sockets())
+        if thread is None:
+            # Nobody would obey, and whoever ends this worker waits for that.
             signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
-            raise
+            raise RuntimeError(NO_THREAD)
     init(worker)
 
 

@@ -18,6 +18,7 @@ from air_lightning.data.budget import Budget
 from air_lightning.data.cache import is_shortage
 from air_lightning.data.leases import Lease
 from air_lightning.data.turns import Turn
+from air_lightning.volumes.threads import NO_THREAD, start_thread
 
 _MAX_THREADS = 64
 _JOIN_S = 5.0
@@ -128,13 +129,11 @@ class Pool:
         enough = self._free or self._dismissed or self._tasks.empty()
         if enough or len(self._threads) == self._size:
             return
-        thread = threading.Thread(target=self._work, name="air-read-ahead", daemon=True)
-        try:
-            thread.start()
-        except RuntimeError:
+        thread = start_thread(self._work, "air-read-ahead")
+        if thread is None:
             if not self._threads:
-                raise
-            return  # this machine has no more: those that there are do it
+                raise RuntimeError(NO_THREAD)
+            return  # those that there are do it
         self._threads.append(thread)
         self._free += 1
 

@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from air_lightning.data.stream import current_rank
-from air_lightning.volumes.threads import start_thread
+from air_lightning.volumes.threads import NO_THREAD, start_thread
 
 logger = logging.getLogger("air_lightning")
 
@@ -169,7 +169,9 @@ class _Reporter:
             self._reports.put_nowait(report)
         if self._thread is None:
             self._thread = start_thread(self._run, "air-mlflow-timing")
-            if self._thread is not None:
+            if self._thread is None:  # whoever drains would wait for nobody
+                self.give_up(RuntimeError(NO_THREAD))
+            else:
                 atexit.register(self.drain, _EXIT_WAIT_S)
 
     def drain(self, timeout_s: float) -> bool:
