@@ -150,6 +150,50 @@ def test_the_copy_begins_before_the_entries_are_made(
         assert checkpoint["state_dict"]["ballast"].eq(number + 1).all()
 
 
+class Meddling(TorchDataLoader):
+    """A loader that changes the model when it is asked for its state."""
+
+    model: Wide
+
+    def state_dict(self) -> dict[str, Any]:
+        self.model.ballast += 1
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        pass
+
+
+class Looking(Callback):
+    """Notes, when its state is pickled, what the model holds."""
+
+    def __init__(self) -> None:
+        self.seen: list[float] = []
+
+    def on_save_checkpoint(self, trainer: Any, module: Any, checkpoint: dict[str, Any]) -> None:
+        self.model = module
+        checkpoint["looking"] = self
+
+    def __reduce__(self) -> Any:
+        self.seen.append(self.model.ballast.max().item())
+        return OrderedDict, ()
+
+
+def test_a_loader_that_changes_the_model_does_so_before_the_copy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a loader's state_dict does to the model is in the checkpoint whole, as ever."""
+    monkeypatch.setattr("air_lightning.checkpoint.moving._HELPED", 1)
+    monkeypatch.setattr("air_lightning.checkpoint.moving._cores", lambda: 2)
+    io, looking, model = AirCheckpointIO(), Looking(), Wide()
+    loader = Meddling(Samples(), batch_size=2)
+    loader.model = model
+    trainer_with(saving(tmp_path, filename="{step}"), looking, plugins=[io]).fit(model, loader)
+    for step, seen in zip((2, 4), looking.seen, strict=True):
+        checkpoint, _ = io.read(f"{tmp_path}/step={step}.ckpt", None)
+        assert seen
+        assert checkpoint["state_dict"]["ballast"].eq(seen).all()
+
+
 def test_a_trainer_with_another_io_is_left_alone(tmp_path: Path) -> None:
     """Where the Trainer's CheckpointIO is not ours, the installed callback changes nothing."""
     trainer = trainer_with(saving(tmp_path / "files"), plugins=[])
