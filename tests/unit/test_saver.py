@@ -186,6 +186,25 @@ def test_nothing_is_begun_while_a_save_reads_the_buffers(tmp_path, saver, monkey
         assert _read(tmp_path / name)[0]["state_dict"]["w"].eq(value).all()
 
 
+def test_a_copy_begins_early_after_a_first_save_that_met_its_preparation(
+    tmp_path, saver, monkeypatch
+):
+    """Memory that is still being allocated at the first save does not delay the second's copy."""
+    monkeypatch.setattr("air_lightning.checkpoint.moving._HELPED", 1)
+    monkeypatch.setattr("air_lightning.checkpoint.moving._cores", lambda: 2)
+    weight = torch.zeros(16 << 20)
+    saver.prepare([weight, *(torch.empty(16 << 20) for _ in range(4))])
+    begun = []
+    for name in "ab":
+        checkpoint = {"state_dict": {"w": weight.detach()}}
+        with saver.begun([checkpoint["state_dict"]["w"]]):
+            begun.append(saver._stager._begun is not None)
+            entries = to_entries(checkpoint, optimizer_names=[], rank=0, rank_blob={})
+            saver.save(entries, lambda name=name: UCVolumeWriter(str(tmp_path / name)))
+        saver.wait()
+    assert begun == [False, True]
+
+
 def test_a_save_that_is_waited_for_begins_at_once(tmp_path, saver):
     """The head start of a caller who goes on training is not for one who waits."""
     for _ in range(8):

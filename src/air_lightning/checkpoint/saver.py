@@ -164,8 +164,8 @@ class AsyncSaver:
         """
         try:
             with self._turn():
-                is_preparing = self._preparing is not None and self._preparing.is_alive()
-                if not (self.in_flight() or is_preparing):  # in flight, it reads the buffers
+                if not self.in_flight():  # in flight, it reads the buffers
+                    self._end_preparing()
                     self._stager.begin(tensors)
             yield
         finally:
@@ -187,6 +187,10 @@ class AsyncSaver:
             self._stager.reserve(tensors)
         except Exception as error:  # noqa: BLE001 - the first save tries again, and raises
             _log.warning("Memory for staging could not be allocated ahead of a save: %s", error)
+
+    def _end_preparing(self) -> None:
+        if self._preparing is not None:
+            self._preparing.join()
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Block until the save in flight is published.
@@ -262,8 +266,7 @@ class AsyncSaver:
                 # No save is in flight: the group is ours, on this thread.
                 group = self._process_group
                 entries = own_share(entries, group, unshared=unshared, unsure=unsure)
-            if self._preparing is not None:
-                self._preparing.join()
+            self._end_preparing()
             size = nbytes(entries)  # first: what was begun goes on meanwhile
             return self._stager.stage(entries), None, size
         except Exception as error:  # noqa: BLE001 - raised on every rank, through the collectives
