@@ -17,6 +17,11 @@ from multiprocessing.util import Finalize
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
+
+# On a busy machine any example may take long; a test that hangs ends by its timeout.
+settings.register_profile("unhurried", deadline=None)
+settings.load_profile("unhurried")
 
 _GRACE_S = 5.0  # threads that were told to end may take a moment
 # Threads that libraries keep for the life of the process, by name.
@@ -198,6 +203,8 @@ def _check_threads(before: set[threading.Thread]) -> None:
             if not any(name in thread.name for name in _LASTING)
         ]
         if not left:
+            # Objects of what the test imported would be looked at after each test from now on.
+            gc.freeze()
             return
         if time.monotonic() > deadline:
             pytest.fail(f"threads left running: {[thread.name for thread in left]}")
