@@ -470,6 +470,51 @@ def test_read_ahead_is_bounded_in_files_and_in_bytes(volume, files, directory):
         _evict_all(directory)
 
 
+class CrowdedStorage(SlowStorage):
+    """A storage whose downloads wait, and that tells when 64 of them do, and when more do."""
+
+    def __init__(self, storage) -> None:
+        super().__init__(storage, threading.Event(), threading.Event())
+        self._lock = threading.Lock()
+        self._count = 0
+        self.go_on = self._go_on
+        self.crowded, self.overcrowded = threading.Event(), threading.Event()
+
+    def download(self, info, destination):
+        with self._lock:
+            self._count += 1
+            if self._count == 64:
+                self.crowded.set()
+            elif self._count > 64:
+                self.overcrowded.set()
+        try:
+            return super().download(info, destination)
+        finally:
+            with self._lock:
+                self._count -= 1
+
+
+def test_a_deep_read_ahead_takes_a_bounded_number_of_threads(volume, directory):
+    """A depth of a thousand files starts 64 threads a stream at most, and delivers every file."""
+    names = volume.write(200)
+    storage = CrowdedStorage(open_storage(volume.path))
+    cache = FileCache(storage, str(directory), 0)
+    ahead = ReadAhead(cache, take_listing(storage, None), range(200), depth=1024)
+    try:
+        ahead.start()
+        assert storage.crowded.wait(120)
+        assert not storage.overcrowded.wait(0.2)
+        storage.go_on.set()
+        for name in names:
+            lease = ahead.take()
+            assert lease.path.endswith(name)
+            lease.close()
+        assert not storage.overcrowded.is_set()
+    finally:
+        storage.go_on.set()
+        ahead.close()
+
+
 def test_errors_come_at_their_own_file_and_the_next_goes_on(volume, files, directory):
     """The files around a missing one are delivered, in order."""
     (volume.directory / files[2].name).unlink()

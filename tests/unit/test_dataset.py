@@ -559,16 +559,6 @@ def test_a_dataset_that_is_pickled_says_what_to_do_instead(volume):
             pickle.dumps(one)
 
 
-def test_a_deep_read_ahead_takes_a_bounded_number_of_threads(volume):
-    """A depth of a thousand files starts 64 threads a stream at most, and delivers every file."""
-    volume.write(200)
-    passing = iter(UCVolumeDataset(volume.path, read_ahead=1024))
-    first = read(next(passing))
-    names = [thread.name for thread in threading.enumerate()]
-    assert 0 < names.count("air-read-ahead") <= 64
-    assert sorted([first, *map(read, passing)]) == numbers(200)
-
-
 def test_paths_that_cannot_work_are_refused_at_once(volume, tmp_path, monkeypatch):
     """No volume path, no file, no match, no mount: each at construction."""
     with pytest.raises(InvalidPathError, match="file://"):

@@ -57,7 +57,8 @@ def test_all_stop_at_one_point(seed: int, told: list[Point | None], uneven: bool
     stopped: list[Point | None] = [None] * world_size
 
     def run(rank: int) -> None:
-        halt = Halt(store, world_size, "test")
+        # Nobody goes on for having waited long: who passed a point is to tell those who wait there.
+        halt = Halt(store, world_size, "test", patience_s=600)
         batches = BATCHES - rank if uneven else BATCHES
         stopped[rank] = walk(halt, seed + rank, told[rank], batches, steps)
 
@@ -67,7 +68,7 @@ def test_all_stop_at_one_point(seed: int, told: list[Point | None], uneven: bool
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(100)
+        thread.join(60)
         assert not thread.is_alive(), stopped
     assert len(set(stopped)) == 1, stopped
     assert (stopped[0] is not None) is is_told
