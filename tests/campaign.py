@@ -232,7 +232,7 @@ class Campaign:
         A worker that hands on a tensor makes a file, and unlinks it in the same call: one that is
         killed in between leaves it, with plain torch as well.
         """
-        left = {name for name in set(os.listdir("/dev/shm")) - before if _is_ours(name)}
+        left = {name for name in set(os.listdir("/dev/shm")) - before if _is_left(name)}
         torchs = {name for name in left if name.startswith("torch_")}
         self.tally.left["tensor in shared memory"] += len(torchs)
         assert left == torchs, f"left in shared memory: {left}"
@@ -311,9 +311,12 @@ def _strays(local: str) -> set[str]:
     return set(os.listdir(local)) - {*manifest["files"], ".metadata", "air_manifest.json"}
 
 
-def _is_ours(name: str) -> bool:
+def _is_left(name: str) -> bool:
+    if name.startswith("torch_"):
+        # Of the process of that number: one that still runs is another program's, at handing it on.
+        return not os.path.exists(f"/proc/{name.split('_')[1]}")
     # Semaphores are unlinked where they are made; those seen here are of other programs.
-    return name.startswith(("torch_", "psm_", "air"))
+    return name.startswith(("psm_", "air"))
 
 
 def main() -> None:

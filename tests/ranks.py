@@ -12,6 +12,7 @@ import socket
 import sys
 import time
 import traceback
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,19 +20,32 @@ from typing import Any
 KILLED = -signal.SIGKILL
 TERMINATED = 128 + signal.SIGTERM  # by its own choice, on that signal
 
+_PORTS = 32  # that a process keeps at a time
+_kept: deque[socket.socket] = deque()
+
 
 def free_port() -> int:
-    """A TCP port of this host that nothing listens on."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
+    """A TCP port of this host that nothing listens on, and that nobody else is given for a while.
+
+    Between this call and the first rank's listening lie the seconds that ranks take to start. What
+    asks for any port meanwhile must not get this one: it stays bound, in this process and those
+    that it forks. Whoever listens on it by its number can, as with ``SO_REUSEADDR``, which torch
+    sets, the kernel refuses that only where another one listens.
+    """
+    keeper = socket.socket()
+    keeper.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    keeper.bind(("127.0.0.1", 0))
+    _kept.append(keeper)
+    if len(_kept) > _PORTS:
+        _kept.popleft().close()
+    return int(keeper.getsockname()[1])
 
 
 def run_ranks(
     function: Callable[..., Any],
     *args: Any,
     world_size: int = 1,
-    timeout_s: float = 120.0,
+    timeout_s: float = 300.0,  # only there to end a hang, on a busy machine, too
     log: str | os.PathLike[str] | None = None,
 ) -> list[int]:
     """Run a function in forked ranks; returns their exit statuses, negative for a signal.
@@ -147,6 +161,22 @@ def wait_for_ranks(pids: list[int], leader: int, timeout_s: float) -> list[int]:
             if pid not in statuses:
                 os.waitpid(pid, 0)
     return [statuses[pid] for pid in pids]
+
+
+def kill_worker(worker: Any) -> None:
+    """SIGKILL to a loader's worker that waits for work, and its end, which torch is not told of.
+
+    Torch raises in the main thread, wherever that is, when it is told of a worker that was killed:
+    here if it is told before the worker is waited for, which is up to the machine. A worker that is
+    not waiting may have the lock of what ends all workers, and take it along. That one waits whose
+    pass is over, and that was asked for no batch ahead: ``prefetch_factor=1``.
+    """
+    before = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    try:
+        worker.kill()
+        worker.join()
+    finally:
+        signal.signal(signal.SIGCHLD, before)
 
 
 def _dump_stacks(leader: int) -> None:

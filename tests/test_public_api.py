@@ -61,7 +61,6 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
         air_lightning.UCVolumeDatasets  # noqa: B018 - the access is the test
 
 
-@pytest.mark.timeout(60)
 def test_import_is_light() -> None:
     """Importing the package and its catalogue loads neither torch nor lightning nor mlflow."""
     code = (
@@ -72,7 +71,6 @@ def test_import_is_light() -> None:
     assert done.stdout.strip() == "[]"
 
 
-@pytest.mark.timeout(60)
 def test_a_worker_imports_nothing_that_its_loader_could_have_imported(tmp_path) -> None:
     """What every one of many workers would import by itself, the training process has imported."""
     (tmp_path / "file").write_bytes(b"1")

@@ -26,10 +26,7 @@ from air_lightning.errors import CorruptCheckpointError, StorageError
 from air_lightning.volumes.direct import BLOCK, BUFFER, DirectWriter
 from air_lightning.volumes.writer import NamedFile
 
-pytestmark = [
-    pytest.mark.timeout(120),
-    pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 LIMITS = [LARGE, 2 * LARGE, BUFFER, 8 << 20]
 NBYTES = st.sampled_from(

@@ -24,28 +24,28 @@ def test_a_file_enters_when_there_is_room_or_nothing_else():
     entered, second = enters(budget, 1, 60)
     assert not entered
     budget.leave(0)
-    second.join(10)
+    second.join()
     entered, third = enters(budget, 2, 60)
     assert not entered
     budget.correct(1, 40)
-    third.join(10)
+    third.join()
     budget.close()
 
 
 def test_few_files_enter_until_a_size_is_known():
     """Then the others are taken to be as large as that."""
-    budget = Budget(100)
+    budget = Budget(100, patience_s=600)
     assert [budget.enter(number, None) for number in range(2)] == [0, 0]
     entered, third = enters(budget, 2, None)
     assert not entered
     budget.correct(0, 30)
-    third.join(10)
+    third.join()
     assert budget.enter(2, None) == 30
     assert budget.enter(3, None) == 30
     entered, fifth = enters(budget, 4, None)
     assert not entered
     budget.close()
-    fifth.join(10)
+    fifth.join()
 
 
 class CountingStorage:
@@ -63,7 +63,7 @@ class CountingStorage:
 
     def download(self, info, destination):
         self._add(info.size)
-        self._overlap.wait(10)
+        self._overlap.wait(60)
         try:
             return self._storage.download(info, destination)
         finally:

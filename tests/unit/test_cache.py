@@ -135,11 +135,11 @@ def test_a_waiting_fetch_gets_the_file_while_another_still_uses_it(volume, files
     first = threading.Thread(target=lambda: leases.append(cache.fetch(files[0])))
     second = threading.Thread(target=lambda: leases.append(cache.fetch(files[0])))
     first.start()
-    assert began.wait(10)
+    assert began.wait(120)
     second.start()
     go_on.set()
-    first.join(10)
-    second.join(10)
+    first.join()
+    second.join()
     assert [lease.path for lease in leases] == [cache.place(files[0])] * 2
     for lease in leases:
         lease.close()
@@ -158,7 +158,7 @@ class SlowStorage:
 
     def download(self, info, destination):
         self._began.set()
-        self._go_on.wait(10)
+        self._go_on.wait(120)
         return self._storage.download(info, destination)
 
 
@@ -339,7 +339,6 @@ for number, batch in enumerate(DataLoader(dataset, num_workers=int(sys.argv[2]),
 """
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_a_run_that_ends_in_the_middle_of_a_pass_leaves_no_cache(volume, tmp_path, num_workers):
     """Workers and threads that still download at exit neither keep nor refill the cache."""
@@ -370,10 +369,10 @@ def test_a_late_writer_cannot_bring_a_removed_cache_back(volume, files, tmp_path
 
     late = threading.Thread(target=fetch)
     late.start()
-    assert began.wait(10)
+    assert began.wait(120)
     remove()
     go_on.set()
-    late.join(10)
+    late.join()
     assert len(caught) == 1
     assert list((tmp_path / "tmp").iterdir()) == []
 
@@ -452,15 +451,68 @@ def test_a_read_only_cache_dir_is_refused_at_once(tmp_path):
         subprocess.run(["umount", "-l", str(disk)], check=True)
 
 
+def close(ahead: ReadAhead) -> None:
+    """Close it, and wait until all its downloads have ended: it waits for a few seconds itself."""
+    ahead.close()
+    for thread in threading.enumerate():
+        if thread.name == "air-read-ahead":
+            thread.join()
+
+
 def test_read_ahead_is_bounded_in_files_and_in_bytes(volume, files, directory):
     """With one file taken, no more than depth files, or the bytes allowed, are on their way."""
     for depth, max_bytes, expected in [(3, 1 << 30, 4), (8, 2500, 3), (0, 1 << 30, 1)]:
         cache = cache_of(volume, directory)
         ahead = ReadAhead(cache, files, range(8), depth=depth, max_bytes=max_bytes)
         ahead.take().close()
-        ahead.close()
+        close(ahead)
         assert len(cached(directory)) <= expected
         _evict_all(directory)
+
+
+class CrowdedStorage(SlowStorage):
+    """A storage whose downloads wait, and that tells when 64 of them do, and when more do."""
+
+    def __init__(self, storage) -> None:
+        super().__init__(storage, threading.Event(), threading.Event())
+        self._lock = threading.Lock()
+        self._count = 0
+        self.go_on = self._go_on
+        self.crowded, self.overcrowded = threading.Event(), threading.Event()
+
+    def download(self, info, destination):
+        with self._lock:
+            self._count += 1
+            if self._count == 64:
+                self.crowded.set()
+            elif self._count > 64:
+                self.overcrowded.set()
+        try:
+            return super().download(info, destination)
+        finally:
+            with self._lock:
+                self._count -= 1
+
+
+def test_a_deep_read_ahead_takes_a_bounded_number_of_threads(volume, directory):
+    """A depth of a thousand files starts 64 threads a stream at most, and delivers every file."""
+    names = volume.write(200)
+    storage = CrowdedStorage(open_storage(volume.path))
+    cache = FileCache(storage, str(directory), 0)
+    ahead = ReadAhead(cache, take_listing(storage, None), range(200), depth=1024)
+    try:
+        ahead.start()
+        assert storage.crowded.wait(120)
+        assert not storage.overcrowded.wait(0.2)
+        storage.go_on.set()
+        for name in names:
+            lease = ahead.take()
+            assert lease.path.endswith(name)
+            lease.close()
+        assert not storage.overcrowded.is_set()
+    finally:
+        storage.go_on.set()
+        ahead.close()
 
 
 def test_errors_come_at_their_own_file_and_the_next_goes_on(volume, files, directory):
@@ -483,6 +535,6 @@ def test_closing_early_lets_go_of_what_was_read_ahead(volume, files, directory):
     cache = cache_of(volume, directory)
     ahead = ReadAhead(cache, files, range(8), depth=7)
     ahead.take().close()
-    ahead.close()
+    close(ahead)
     _evict_all(directory)
     assert cached(directory) == []

@@ -3,9 +3,11 @@
 import json
 import logging
 import os
+import random
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -44,10 +46,7 @@ from air_lightning.errors import (
     StorageError,
 )
 
-pytestmark = [
-    pytest.mark.timeout(60),
-    pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 
 def make(root: Path | str, name: str, *, step: int | None = None, time: float | None = None) -> str:
@@ -265,7 +264,7 @@ def test_a_marker_of_garbage_is_passed_over(
     build = make if kind == "ours" else make_plain
     sound, torn = build(tmp_path, "step_1"), build(tmp_path, "step_2")
     marker = Path(torn, METADATA)
-    marker.write_bytes(os.urandom(marker.stat().st_size - 1) + b"!")
+    marker.write_bytes(random.Random(7).randbytes(marker.stat().st_size - 1) + b"!")
     assert find_latest_valid(tmp_path) == sound
     assert f"{torn}: its {METADATA} is not what was written." in caplog.text
 
@@ -318,11 +317,13 @@ def test_deep_verification_of_plain_dcp_loads_every_item(tmp_path: Path) -> None
 
 def test_records_tell_what_is_on_disk(tmp_path: Path) -> None:
     """Size is the bytes on disk, time the moment of the commit, world size that of the save."""
+    began = time.time()
     path = make(tmp_path, "x", step=4)
+    ended = time.time()
     (record,) = list_checkpoints(tmp_path)
     assert record == verify_checkpoint(path) == verify_checkpoint(path, deep=True)
     assert record.size == sum(entry.stat().st_size for entry in os.scandir(path))
-    assert abs(float(record.time or 0) - os.stat(f"{path}/{METADATA}").st_mtime) < 5
+    assert began - 1e-3 < float(record.time or 0) < ended + 1e-3  # which is stored rounded
     assert (record.path, record.step, record.world_size) == (path, 4, 1)
 
 
@@ -620,7 +621,7 @@ def test_a_removal_cut_short_leaves_no_valid_checkpoint(tmp_path: Path) -> None:
         "sys.addaudithook(stop)\n"
         f"remove_checkpoint({path!r})\n"
     )
-    done = subprocess.run([sys.executable, "-c", hook], check=False, timeout=60)
+    done = subprocess.run([sys.executable, "-c", hook], check=False)
     assert done.returncode == 9
     assert sorted(os.listdir(path))[0] == "__0_0.distcp"
     assert find_latest_valid(tmp_path) is None

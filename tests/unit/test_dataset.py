@@ -1,5 +1,6 @@
 """UCVolumeDataset: what it delivers, where it resumes, what it refuses."""
 
+import contextlib
 import copy
 import gc
 import json
@@ -29,8 +30,6 @@ from air_lightning.errors import (
     VolumeNotMountedError,
 )
 from ranks import run_ranks
-
-pytestmark = pytest.mark.timeout(120)
 
 
 def read(path: str) -> str:
@@ -469,12 +468,20 @@ def _drop(holder) -> None:
     gc.collect()
 
 
+def open_files() -> set[tuple[str, str]]:
+    """The numbers of open files, and what they are; what libraries keep open may go at any time."""
+    found = set()
+    for number in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):  # that of the listing itself
+            found.add((number, os.readlink(f"/proc/self/fd/{number}")))
+    return found
+
+
 def test_nothing_runs_on_after_a_pass_ends_in_any_way(volume):
     """Exhausted, abandoned, or raised through: no thread and no open file is left."""
     volume.write(20)
     dataset = UCVolumeDataset(volume.path)
-    descriptors = len(os.listdir("/proc/self/fd"))
-    threads = threading.active_count()
+    descriptors, threads = open_files(), set(threading.enumerate())
     list(dataset)
     passing = iter(dataset)
     next(passing)
@@ -485,8 +492,8 @@ def test_nothing_runs_on_after_a_pass_ends_in_any_way(volume):
     next(passing)
     del passing
     gc.collect()
-    assert threading.active_count() == threads
-    assert len(os.listdir("/proc/self/fd")) == descriptors
+    assert set(threading.enumerate()) <= threads
+    assert open_files() <= descriptors
 
 
 def test_an_object_store_streams_like_a_volume():
@@ -550,16 +557,6 @@ def test_a_dataset_that_is_pickled_says_what_to_do_instead(volume):
     for one in (dataset, dataset.map(read)):
         with pytest.raises(TypeError, match="wanted are forked workers"):
             pickle.dumps(one)
-
-
-def test_a_deep_read_ahead_takes_a_bounded_number_of_threads(volume):
-    """A depth of a thousand files starts 64 threads a stream at most, and delivers every file."""
-    volume.write(200)
-    before = threading.active_count()
-    passing = iter(UCVolumeDataset(volume.path, read_ahead=1024))
-    first = read(next(passing))
-    assert 0 < threading.active_count() - before <= 64
-    assert sorted([first, *map(read, passing)]) == numbers(200)
 
 
 def test_paths_that_cannot_work_are_refused_at_once(volume, tmp_path, monkeypatch):

@@ -20,10 +20,7 @@ from air_lightning.data.loader import DataLoader
 from air_lightning.errors import GridMismatchError, StateError
 from inprocess import rank_of
 
-pytestmark = [
-    pytest.mark.timeout(120),
-    pytest.mark.filterwarnings("ignore:This DataLoader will create"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 
 COUNTS = (1, 2, 5, 13, 24, 41, 60)
 State = dict[str, Any]

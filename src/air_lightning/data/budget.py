@@ -16,10 +16,12 @@ class Budget:
 
     Args:
         max_bytes: How many may be ahead; one file always may.
+        patience_s: Seconds after which files are let in though no size is known yet.
     """
 
-    def __init__(self, max_bytes: int) -> None:
+    def __init__(self, max_bytes: int, *, patience_s: float = _PATIENCE_S) -> None:
         self._max_bytes = max_bytes
+        self._patience_s = patience_s
         self._changed = threading.Condition()
         self._sizes: dict[int, int] = {}
         self._bytes = 0
@@ -71,7 +73,7 @@ class Budget:
         def may_guess() -> bool:
             return self._closed or self._typical is not None or len(self._blind) < _BLIND
 
-        if not self._changed.wait_for(may_guess, _PATIENCE_S):
+        if not self._changed.wait_for(may_guess, self._patience_s):
             self._typical = 0
         if self._typical is None:
             self._blind.add(number)
