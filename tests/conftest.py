@@ -7,6 +7,7 @@ temporary files of its own, so that none sees, or clears away, what another is u
 
 import gc
 import os
+import random
 import shutil
 import sys
 import tempfile
@@ -17,8 +18,9 @@ from multiprocessing.util import Finalize
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
-_GRACE_S = 5.0  # threads that were told to end may take a moment
+_GRACE_S = 60.0  # threads that were told to end: a busy machine may not let them run for long
 # Threads that libraries keep for the life of the process, by name.
 _LASTING = (
     "fsspecIO",
@@ -41,6 +43,12 @@ _NOT_OF_TESTS = (
 )
 
 _WORKER = os.environ.get("PYTEST_XDIST_WORKER")  # one of the processes of ``pytest -n``
+
+# No verdict by the clock: how long an example takes, or its making, is up to the machine. Nor by
+# chance: each run has the same examples; ``pytest --hypothesis-profile search`` draws others.
+settings.register_profile("search", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("air", settings.get_profile("search"), derandomize=True)
+settings.load_profile("air")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -146,6 +154,16 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     directory = tmp_path / "cwd"
     directory.mkdir()
     monkeypatch.chdir(directory)
+
+
+@pytest.fixture(autouse=True)
+def same_draws() -> None:
+    """Each test draws the same numbers in every run, whatever ran before it in its process."""
+    random.seed(0)
+    if numpy := sys.modules.get("numpy"):
+        numpy.random.seed(0)
+    if torch := sys.modules.get("torch"):
+        torch.default_generator.manual_seed(0)
 
 
 @pytest.fixture(autouse=True)

@@ -26,7 +26,6 @@ from ranks import run_ranks
 
 pytestmark = [
     pytest.mark.fuse,
-    pytest.mark.timeout(120),
     pytest.mark.skipif(
         not has_fuse() and not os.environ.get("AIR_REQUIRE_ALL"), reason="no FUSE on this machine"
     ),

@@ -29,10 +29,7 @@ boto3 = pytest.importorskip("boto3", reason="boto3 is not installed")
 s3fs = pytest.importorskip("s3fs", reason="s3fs is not installed")
 from s3_server import KEY, SECRET, S3Server, s3_server  # noqa: E402 - needs moto
 
-pytestmark = [
-    pytest.mark.timeout(120),
-    pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 BUCKET = "training-bucket"
 ROOT = f"s3://{BUCKET}/data"

@@ -245,7 +245,6 @@ def test_what_is_no_regular_file_is_left_out(tmp_path):
     assert [info.size for info in storage.list_files(sizes=True)] == [1, 7, 1]
 
 
-@pytest.mark.timeout(120)
 def test_the_time_of_a_listing_grows_with_the_number_of_directories_not_its_square(tmp_path):
     """Eight times as many directories take far less than 64 times as long."""
 

@@ -13,8 +13,6 @@ from air_lightning.data.dataset import UCVolumeDataset
 from air_lightning.data.loader import DataLoader
 from ranks import run_ranks
 
-pytestmark = pytest.mark.timeout(120)
-
 
 @pytest.fixture
 def mlflow(tmp_path, monkeypatch):
