@@ -9,7 +9,6 @@ import sys
 import textwrap
 import threading
 import time
-from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 
@@ -24,6 +23,7 @@ from air_lightning.checkpoint.manifest import MANIFEST, METADATA
 from air_lightning.checkpoint.saver import AsyncSaver
 from air_lightning.checkpoint.state import optimizer_names, read_checkpoint, to_entries
 from air_lightning.errors import CorruptCheckpointError, InvalidArgumentError, SaveFailedError
+from amid import amid
 from ranks import run_ranks
 
 
@@ -128,29 +128,6 @@ def test_changes_after_save_returned_are_not_saved(tmp_path, saver):
     assert not torch.equal(net.weight, expected["w"])
 
 
-@contextmanager
-def _while_it_waits(action):
-    """Do something in another thread once this one is in a ``wait`` of the saver's."""
-    here = threading.get_ident()
-
-    def watch():
-        while not _is_in(here, AsyncSaver.wait):
-            time.sleep(0.001)
-        action()
-
-    thread = threading.Thread(target=watch)
-    thread.start()
-    yield
-    thread.join()
-
-
-def _is_in(thread, function):
-    frame = sys._current_frames()[thread]
-    while frame is not None and frame.f_code is not function.__code__:
-        frame = frame.f_back
-    return frame is not None
-
-
 def test_second_save_waits_for_the_first(tmp_path, saver):
     """Two saves never overlap, each publishes its own values, and waiting counts as no staging."""
     go, waited = threading.Event(), []
@@ -162,7 +139,7 @@ def test_second_save_waits_for_the_first(tmp_path, saver):
         go.set()
 
     saver.save(_entries(1.0), lambda: SlowWriter(tmp_path / "a", go))
-    with _while_it_waits(open_later):
+    with amid(AsyncSaver.wait, open_later):
         begun = time.perf_counter()
         saver.save(_entries(2.0), lambda: UCVolumeWriter(str(tmp_path / "b")))
         took = time.perf_counter() - begun
@@ -310,7 +287,7 @@ def test_a_signal_handler_may_save_while_a_save_waits_for_the_one_before(tmp_pat
     send = partial(signal.pthread_kill, threading.get_ident(), signal.SIGUSR1)
     try:
         saver.save(_entries(1.0), lambda: SlowWriter(tmp_path / "a", go))
-        with _while_it_waits(send):
+        with amid(AsyncSaver.wait, send):
             saver.save(_entries(3.0), lambda: UCVolumeWriter(str(tmp_path / "c")))
         assert (tmp_path / "b" / METADATA).exists()
         saver.wait()

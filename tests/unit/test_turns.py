@@ -28,7 +28,6 @@ from air_lightning.errors import StorageError
 from air_lightning.volumes.storage import open_storage
 from ranks import run_ranks
 
-
 LIMIT_S = 150  # ends a hang
 
 
