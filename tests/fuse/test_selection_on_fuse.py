@@ -195,7 +195,7 @@ class Case:
     faults: bool = True  # whether the second rank asks for what its mount does not know
     sharded: bool = False
     given_to_first: str | None = None
-    timeout_s: float = 30.0
+    timeout_s: float = 150.0
 
     @property
     def name(self) -> str:
