@@ -9,6 +9,7 @@ import sys
 import textwrap
 import threading
 import time
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 
@@ -297,6 +298,55 @@ def test_a_signal_handler_may_save_while_a_save_waits_for_the_one_before(tmp_pat
         checkpoint, own = _read(tmp_path / name)
         assert own["value"] == value
         assert checkpoint["state_dict"]["w"].eq(value).all()
+
+
+@pytest.mark.timeout(120)
+def test_a_signal_handler_may_save_at_any_line_of_a_wait(tmp_path):
+    """Also amid what a wait sets and looks at: the handler's own wait does not wait for that."""
+    done, number = True, 0
+    while done:
+        saver, go, done = AsyncSaver(no_dist=True, timeout_s=60), threading.Event(), []
+
+        def handle(saver=saver, done=done, go=go):
+            done.append(True)
+            go.set()
+            saver.save(_entries(2.0), lambda: UCVolumeWriter(str(tmp_path / "b")))
+
+        saver.save(_entries(1.0), lambda go=go: SlowWriter(tmp_path / "a", go))
+        opener = threading.Timer(0.02, go.set)  # where the line is one after the wait
+        opener.start()
+        with _at_line(number, AsyncSaver.wait, handle):
+            saver.save(_entries(3.0), lambda: UCVolumeWriter(str(tmp_path / "c")))
+        saver.wait()
+        opener.join()
+        assert [stats.published for stats in saver.stats] == [True] * (3 if done else 2)
+        number += 1
+    assert number > 10
+
+
+@contextmanager
+def _at_line(number, function, action):
+    """Do something before the line of this number of all that the first call of a function runs."""
+    left, first = [number], []
+
+    def trace(frame, event, _):
+        at = frame
+        while at is not None and at.f_code is not function.__code__:
+            at = at.f_back
+        if at is not None and not first:
+            first.append(at)
+        if event == "line" and at is not None and at is first[0]:
+            left[0] -= 1
+            if left[0] == -1:
+                action()
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        yield
+    finally:
+        sys.settrace(before)
 
 
 def test_failure_is_raised_once_and_names_the_path(tmp_path, saver):
