@@ -300,12 +300,11 @@ def test_a_signal_handler_may_save_while_a_save_waits_for_the_one_before(tmp_pat
         assert checkpoint["state_dict"]["w"].eq(value).all()
 
 
-@pytest.mark.timeout(120)
 def test_a_signal_handler_may_save_at_any_line_of_a_wait(tmp_path):
     """Also amid what a wait sets and looks at: the handler's own wait does not wait for that."""
-    done, number = True, 0
-    while done:
-        saver, go, done = AsyncSaver(no_dist=True, timeout_s=60), threading.Event(), []
+    amid_lines = 0
+    for number in range(30):
+        saver, go, done = AsyncSaver(no_dist=True, timeout_s=150), threading.Event(), []
 
         def handle(saver=saver, done=done, go=go):
             done.append(True)
@@ -313,15 +312,15 @@ def test_a_signal_handler_may_save_at_any_line_of_a_wait(tmp_path):
             saver.save(_entries(2.0), lambda: UCVolumeWriter(str(tmp_path / "b")))
 
         saver.save(_entries(1.0), lambda go=go: SlowWriter(tmp_path / "a", go))
-        opener = threading.Timer(0.02, go.set)  # where the line is one after the wait
+        opener = threading.Timer(0.02, go.set)  # where the line comes after that, or is none
         opener.start()
         with _at_line(number, AsyncSaver.wait, handle):
             saver.save(_entries(3.0), lambda: UCVolumeWriter(str(tmp_path / "c")))
         saver.wait()
         opener.join()
         assert [stats.published for stats in saver.stats] == [True] * (3 if done else 2)
-        number += 1
-    assert number > 10
+        amid_lines += len(done)
+    assert amid_lines >= 6, "as many lines are run also where there is nothing to wait for"
 
 
 @contextmanager
