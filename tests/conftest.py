@@ -216,6 +216,8 @@ def _check_threads(before: set[threading.Thread]) -> None:
             if not any(name in thread.name for name in _LASTING)
         ]
         if not left:
+            # Objects of what the test imported would be looked at after each test from now on.
+            gc.freeze()
             return
         if time.monotonic() > deadline:
             pytest.fail(f"threads left running: {[thread.name for thread in left]}")

@@ -358,6 +358,27 @@ def test_an_item_that_grows_is_refused() -> None:
         load_blob(bomb, weights_only=False)
 
 
+def strange(archive: bytes) -> bytes:
+    """The archive, of a version to come: torch reads it as before, Python does not."""
+    altered = bytearray(archive)
+    record = archive.rindex(b"PK\1\2")
+    altered[record + 6] = 99  # the version that is needed to extract it
+    return bytes(altered)
+
+
+@pytest.mark.parametrize("weights_only", [True, False])
+def test_what_is_looked_at_before_it_is_loaded_can_be_looked_at(weights_only: bool) -> None:
+    """An archive that only torch can read is refused, whatever is in it: nobody looked."""
+    stream = io.BytesIO()
+    torch.save({"w": torch.zeros(4)}, stream)
+    for archive in (stream.getvalue(), packed(torch.zeros(16 << 20), deflated)):
+        with zipfile.ZipFile(io.BytesIO(archive)) as sound:
+            assert sound.namelist()
+        assert torch.load(io.BytesIO(strange(archive)), weights_only=weights_only) is not None
+        with pytest.raises(CorruptCheckpointError, match=r"version 9\.9"), Bounded():
+            load_blob(strange(archive), weights_only=weights_only)
+
+
 def test_an_item_of_tuples_nested_a_million_deep_is_refused() -> None:
     """A key that torch could not hash without the end of the process is not given to torch."""
     deep = b"\x80\x02}N" + b"\x85" * 1_000_000 + b"K\x01s."

@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import resource
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -95,6 +96,18 @@ def test_an_envelope_costs_no_memory_in_a_deterministic_run() -> None:
         torch.use_deterministic_algorithms(False)
     assert around is not None
     assert around.nbytes == 512 << 20
+
+
+def test_an_envelope_that_found_no_memory_is_made_when_there_is_some() -> None:
+    """A shortage at one save or load does not slow down all later ones."""
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (1 << 30, limits[1]))  # less than torch takes already
+    try:
+        refused = envelope(torch.float32, (123 << 20,))
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, limits)
+    assert refused is None
+    assert envelope(torch.float32, (123 << 20,)) is not None
 
 
 def _resident() -> int:

@@ -1,5 +1,6 @@
 """Nothing on a volume runs code here: hostile and damaged pickles, and sound ones of torch's."""
 
+import contextlib
 import io
 import os
 import pickle
@@ -197,3 +198,18 @@ def test_a_cut_blob_is_corrupt(cut: int) -> None:
     data = stream.getvalue()[:cut]
     with pytest.raises(CorruptCheckpointError, match=f"{len(data)} bytes"):
         load_blob(data)
+
+
+@pytest.mark.parametrize("is_archive", [True, False])
+def test_any_byte_changed_or_missing_is_our_error_or_read(is_archive):
+    """Of a blob with one wrong byte, or without its end, nothing comes but an error of ours."""
+    stream = io.BytesIO()
+    value = {"step": 3, "w": torch.arange(3)}
+    torch.save(value, stream, _use_new_zipfile_serialization=is_archive)
+    sound = stream.getvalue()
+    altered = [sound[:length] for length in range(len(sound))]
+    for at, byte in enumerate(sound):
+        altered += [sound[:at] + bytes([byte ^ flip]) + sound[at + 1 :] for flip in (1, 2, 8, 255)]
+    for data in altered:
+        with contextlib.suppress(CheckpointError):
+            load_blob(data)

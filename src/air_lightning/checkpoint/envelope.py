@@ -53,17 +53,17 @@ def envelope(
     Returns:
         None where ``torch.save`` does not lay such a tensor out as one run of bytes.
     """
-    return _envelope(dtype, tuple(shape), None if stride is None else tuple(stride))
+    try:
+        return _envelope(dtype, tuple(shape), None if stride is None else tuple(stride))
+    except (RuntimeError, OSError, OverflowError):  # no memory now, or a damaged file's shape
+        return None
 
 
 @lru_cache(_KEPT)
 def _envelope(
     dtype: torch.dtype, shape: tuple[int, ...], stride: tuple[int, ...] | None
 ) -> Envelope | None:
-    try:
-        like = _untouched(dtype, shape, stride)
-    except (RuntimeError, OSError, OverflowError):  # no memory, or a damaged file's shape
-        return None
+    like = _untouched(dtype, shape, stride)
     if like is None:
         return None
     sink = _Sink(like)

@@ -12,7 +12,6 @@ unless the caller says otherwise.
 import io
 import pickle
 import pickletools
-import struct
 import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -32,6 +31,8 @@ from air_lightning.checkpoint.proportion import DisproportionError, require_shal
 from air_lightning.checkpoint.records import require_backed
 from air_lightning.checkpoint.unpickler import METADATA_CLASSES, MetadataUnpickler
 from air_lightning.errors import CheckpointError, CorruptCheckpointError, UnsafeCheckpointError
+
+_ARCHIVE = b"PK\3\4"  # how torch.load, too, tells its archives from its older format
 
 
 def load_metadata(data: bytes, *, path: str = ".metadata") -> Metadata:
@@ -94,18 +95,24 @@ def _require_plain(stream: BinaryIO, path: str, *, safe: bool) -> None:
     one whose tensors are larger than their bytes.
 
     torch.save writes none, but torch.load reads them, and a few MB can be made to hold more
-    than any memory.
+    than any memory. Nor is an archive loaded that only torch can read: nobody would have looked.
     """
     start = stream.tell()
+    is_archive = stream.read(len(_ARCHIVE)) == _ARCHIVE
+    held = stream.seek(0, io.SEEK_END) - start
+    stream.seek(start)
     try:
         with zipfile.ZipFile(stream) as archive:
             records = archive.infolist()
             grown = sum(record.file_size for record in records)
-            held = stream.seek(0, io.SEEK_END) - start
             if safe and grown <= held:
                 _require_harmless(archive, path, held)
-    except (zipfile.BadZipFile, ValueError, NotImplementedError, RuntimeError, struct.error):
-        return  # no archive: an older format, or damaged, and torch says so
+    except CheckpointError:
+        raise
+    except Exception as error:  # garbage makes zipfile raise anything
+        if is_archive:
+            raise _not_saved(path, held, error) from error
+        return  # an older format, or none, and torch says so
     if grown > held:
         raise UnsafeCheckpointError(
             f"{path} would grow from {held} to {grown} bytes in memory; torch.save writes nothing "
@@ -261,7 +268,7 @@ def _unsafe_globals(data: bytes) -> list[str]:
 
 
 def _is_archive(data: bytes) -> bool:
-    return zipfile.is_zipfile(io.BytesIO(data))
+    return data[: len(_ARCHIVE)] == _ARCHIVE
 
 
 def _is_torchscript(data: bytes) -> bool:

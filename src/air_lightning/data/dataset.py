@@ -2,18 +2,17 @@
 
 One pass::
 
-    grid       which stream is this process, now                        stream.py
-    slice      the numbers of its files in this epoch's order           stream.py
-    skip       the prefix that was delivered, untouched                 position.py
-    read ahead the next files, in threads of this process               ahead.py, cache.py
-    deliver    count, yield, and hold the file until the next is asked for
+    grid       which stream is this process, now                           stream.py
+    slice      the numbers of its files in this epoch's order              stream.py
+    skip       the prefix that was delivered, untouched                    position.py
+    read ahead the next files, in threads of this process                  ahead.py, cache.py
+    deliver    count, yield, and hold the file until the next is asked for items.py
 
 The count is of files delivered in the epoch, not since the last resume: a second resume is as exact
 as the first.
 """
 
 import functools
-import logging
 import os
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -21,10 +20,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from torch.utils.data import IterableDataset
 
 from air_lightning.data.ahead import ReadAhead
-from air_lightning.data.cache import is_shortage, open_cache
+from air_lightning.data.cache import open_cache
 from air_lightning.data.checks import check_cache_dir, check_options, check_storage_options
-from air_lightning.data.counters import FILES_SKIPPED, RETRIES, count
-from air_lightning.data.generators import without_trace
+from air_lightning.data.counters import RETRIES, count
+from air_lightning.data.items import Items
 from air_lightning.data.layers import Layer
 from air_lightning.data.leases import Lease
 from air_lightning.data.listing import compile_pattern
@@ -39,16 +38,14 @@ from air_lightning.data.stream import (
     slice_indices,
     slice_length,
 )
-from air_lightning.data.substitutes import substitutes
 from air_lightning.data.turns import current_turn
-from air_lightning.errors import EmptyVolumeError, InvalidArgumentError, StorageError
+from air_lightning.errors import EmptyVolumeError, InvalidArgumentError
 from air_lightning.volumes import path as volume_path
 from air_lightning.volumes.storage import Retry, open_storage
 
 if TYPE_CHECKING:
     from air_lightning.data.mapped import MappedDataset
 
-_logger = logging.getLogger("air_lightning")
 _T = TypeVar("_T")
 
 _DEPTHS = (16, 64)  # files read ahead by default: at least, and at most
@@ -244,15 +241,15 @@ class UCVolumeDataset(IterableDataset[str]):
         ahead = ReadAhead(self._cache, self._files, indices, depth=self._depth())
         # Before the first item is asked for: workers are asked only when all have been forked.
         ahead.start()
-        return self._deliver(current, ahead, transform)
+        skip = self._skip if self._on_error == "skip" else None
+        items = Items(current, ahead, transform, name=self._name, skip=skip)
+        return self._deliver(current, ahead, items)
 
-    def _deliver(
-        self, current: StreamPass, ahead: ReadAhead, transform: Callable[[str], _T]
-    ) -> Iterator[_T]:
+    def _deliver(self, current: StreamPass, ahead: ReadAhead, items: Items[_T]) -> Iterator[_T]:
         lease: Lease | None = None
         try:
             while current.delivered < len(current.indices):
-                lease, item = self._next_item(ahead, current, transform)
+                lease, item = items.take()
                 current.delivered += 1
                 self._use_up(current)
                 yield item
@@ -298,81 +295,9 @@ class UCVolumeDataset(IterableDataset[str]):
         if self._loaded is current.loaded:
             self._loaded = None
 
-    def _next_item(
-        self, ahead: ReadAhead, current: StreamPass, transform: Callable[[str], _T]
-    ) -> tuple[Lease, _T]:
-        place = current.delivered
-        try:
-            lease = ahead.take()
-        except StorageError as error:
-            if self._must_raise(error):
-                raise
-            return self._substitute(ahead, current, transform, self._name(current, place), error)
-        try:
-            found = lease, self._transformed(lease, transform)
-        except Exception as error:
-            name = self._name(current, place)
-            if self._must_raise(error):
-                _add_note(error, f"The file is {name}.")
-                raise
-            return self._substitute(ahead, current, transform, name, error)
-        current.good = place
-        return found
+    def _skip(self) -> int:
+        self.skipped += 1
+        return self.skipped
 
-    def _substitute(
-        self,
-        ahead: ReadAhead,
-        current: StreamPass,
-        transform: Callable[[str], _T],
-        bad: str,
-        error: Exception,
-    ) -> tuple[Lease, _T]:
-        """A good file of the same stream: one after it, or the last good one, or another."""
-        tried = 0
-        for other in substitutes(current.delivered, len(current.indices), current.good):
-            tried += 1
-            try:
-                lease = ahead.fetch(int(current.indices[other]))
-                found = lease, self._transformed(lease, transform)
-            except Exception as also:
-                if self._must_raise(also):
-                    raise
-                _logger.debug("Nor can %s be used: %s", self._name(current, other), also)
-            else:
-                current.good = other
-                self.skipped += 1
-                count(FILES_SKIPPED)
-                _logger.warning(
-                    "Skipped the bad file %s (%s: %s) and took %s in its place; %d skipped so far",
-                    *(bad, type(error).__name__, error, self._name(current, other), self.skipped),
-                )
-                return found
-        raise StorageError(
-            f"{bad} cannot be used ({type(error).__name__}: {error}), nor can any of the "
-            f"{tried} other files of its stream that were tried in its place. Check the "
-            "volume, and the function given to map()."
-        ) from error
-
-    def _transformed(self, lease: Lease, transform: Callable[[str], _T]) -> _T:
-        try:
-            if self._on_error == "raise":
-                return transform(lease.path)
-            with without_trace():
-                return transform(lease.path)
-        except BaseException:
-            lease.close()
-            raise
-
-    def _must_raise(self, error: Exception) -> bool:
-        """A full disk makes no file bad: skipping would lose good ones without a word."""
-        return self._on_error == "raise" or is_shortage(error)
-
-    def _name(self, current: StreamPass, place: int) -> str:
-        return volume_path.join(self.path, self._files.name(int(current.indices[place])))
-
-
-def _add_note(error: Exception, note: str) -> None:
-    """Say which file it was: a decoder's own message seldom does."""
-    if hasattr(error, "add_note"):
-        error.add_note(note)
-    _logger.error("%s: %s. %s", type(error).__name__, error, note)
+    def _name(self, index: int) -> str:
+        return volume_path.join(self.path, self._files.name(index))
