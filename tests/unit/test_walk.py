@@ -39,7 +39,10 @@ class Moving(Crew):
     """A crew that has moved whenever it is looked at; after ten looks its step may end."""
 
     looks = 0
-    go_on = threading.Event()
+
+    def __init__(self, root: str, stall_s: float) -> None:
+        self.go_on = threading.Event()
+        super().__init__(root, stall_s)
 
     @property
     def progress(self) -> int:  # type: ignore[override]
