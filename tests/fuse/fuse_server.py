@@ -19,7 +19,7 @@ OPERATIONS = (
     *("getattr", "readdir", "open", "create", "read", "write", "truncate", "flush", "fsync"),
     *("release", "rename", "unlink", "mkdir", "rmdir", "statfs"),
 )
-_FAULTS = 256  # of one plan
+_FAULTS = 256  # of one mount
 _WORDS = 2 + len(OPERATIONS) + _FAULTS
 SHARED_BYTES = 8 * _WORDS
 
@@ -68,8 +68,8 @@ class PassThrough:
         self._bandwidth, self._per_stream = plan["bandwidth"], plan["stream_bandwidth"]
         self._ghosts = plan["ghosts"]
         self._faults = {}
-        for number, fault in enumerate(plan["faults"]):
-            self._faults.setdefault(fault["operation"], []).append((number, fault))
+        for fault in plan["faults"]:
+            self._faults.setdefault(fault["operation"], []).append((fault["number"], fault))
 
     def _meet(self, operation: str, path: str) -> tuple[str, bool]:
         """Be slow, fail, or give the path beneath; and whether a read is to be short."""
@@ -79,14 +79,16 @@ class PassThrough:
             os.write(self._log, f"{line}\n".encode(errors="surrogateescape"))
             if self._shared.head[0] != self._version:
                 self._load()
-            fault = self._fault(operation, path)
+            version, fault = self._version, self._fault(operation, path)
             delay = self._delays.get(operation, 0.0)
         if delay:
             time.sleep(delay)
         if fault is None:
             return self._source + path, False
         if fault["seconds"]:
-            self._hang(fault["seconds"])
+            self._hang(fault["seconds"], version)
+        if fault["touched"]:
+            self._touch(self._source + path)
         if fault["errno"]:
             raise OSError(fault["errno"], os.strerror(fault["errno"]))
         return self._source + path, fault["short"]
@@ -113,12 +115,17 @@ class PassThrough:
         drawn = self._random.setdefault(number, random.Random(fault["seed"]))
         return drawn.random() < fault["rate"]
 
-    def _hang(self, seconds: float) -> None:
+    def _hang(self, seconds: float, version: int) -> None:
         """Answer after some time, or when the plan changes: healing ends a hang."""
         until = time.monotonic() + seconds
-        version = self._version
         while time.monotonic() < until and self._shared.head[0] == version:
             time.sleep(0.01)
+
+    def _touch(self, beneath: str) -> None:
+        """Change a file's time: to one that it never had, however close together two calls are."""
+        with self._lock:
+            status = os.stat(beneath)
+            os.utime(beneath, ns=(status.st_atime_ns, status.st_mtime_ns + 1_000_000_000))
 
     def _throttle(self, count: int, handle: int) -> None:
         if not self._bandwidth and not self._per_stream:

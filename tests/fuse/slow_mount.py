@@ -9,11 +9,14 @@ test's interpreter lock nor its death is in the way. While it is in use::
     mount.fail("open", EIO, rate=0.03, seed=1)     errors
     mount.hang("read", seconds=4, times=1)         answers that do not come for a while
     mount.shorten(times=1)      reads that give half of what is there
+    mount.touch("a")            a file that is written whenever it is read
     mount.hide("a", times=9)    names that it does not know yet
     mount.haunt("/b")           a directory that it still lists
     mount.go_away(), mount.come_back()             unmounted, or dead
     mount.heal()                none of these faults and delays any more
     mount.counts(), mount.calls()                  what was asked of it
+
+    with mount.holding("open", until=4): ...       answers none before four are asked at once
 
 Like a volume it has no links and no locks; ``refuse_rename`` makes it refuse renames too.
 """
@@ -26,12 +29,14 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 
 from fuse_server import OPERATIONS, SHARED_BYTES, Shared, read_plan
 
-_DEADLINE_S = 20.0
+_DEADLINE_S = 150.0  # that a mount may take to come up on a busy machine
+_PATIENCE_S = 20.0  # with a server that does not end
 
 
 class Mount(str):
@@ -92,6 +97,47 @@ class Mount(str):
         """Let reads give half of the bytes, without an error."""
         self._add("read", short=True, name=name, times=times, rate=rate, seed=seed)
 
+    def touch(self, name: str) -> None:
+        """Let each read of paths that contain ``name`` change the file's time."""
+        self._add("read", touched=True, name=name)
+
+    @contextlib.contextmanager
+    def holding(
+        self, operation: str, *, until: int, of: str = "", name: str = ""
+    ) -> Iterator[None]:
+        """Answer no call on paths that contain ``name`` before so many were asked in the block.
+
+        Answered one after the other they would never be so many; how long it takes says nothing.
+
+        Args:
+            operation: Which one is not answered.
+            until: How many must have been asked; then the mount is healed.
+            of: Of which operation; of the same by default.
+            name: A part of the paths.
+
+        Raises:
+            TimeoutError: There were fewer in a long time.
+        """
+        mark, over, asked = len(self.calls()), threading.Event(), [0]
+
+        def watch() -> None:
+            deadline = time.monotonic() + _DEADLINE_S
+            while asked[0] < until and not over.wait(0.01) and time.monotonic() < deadline:
+                calls = self.calls()[mark:]
+                asked[0] = sum(done == (of or operation) and name in on for done, on in calls)
+            self.heal()
+
+        self.hang(operation, name=name)
+        thread = threading.Thread(target=watch)
+        thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+            thread.join()
+        if asked[0] < until:
+            raise TimeoutError(f"{asked[0]} calls came at once, and {until} were to come")
+
     def hide(self, name: str, *, times: int = 1 << 30) -> None:
         """Know nothing of paths that contain ``name``, as of what was written elsewhere just now.
 
@@ -110,8 +156,6 @@ class Mount(str):
         healthy = {"delays": {}, "faults": [], "bandwidth": 0.0, "stream_bandwidth": 0.0}
         healthy["ghosts"] = []
         self._update(lambda plan: plan.update(healthy))
-        for number in range(len(self._shared.used)):
-            self._shared.used[number] = 0
 
     def go_away(self, *, killed: bool = False) -> None:
         """Unmount, so that its path is an empty directory; or kill its server (ENOTCONN)."""
@@ -135,7 +179,8 @@ class Mount(str):
 
     def faults(self) -> int:
         """How often a fault struck since the last ``heal``."""
-        return sum(self._shared.used)
+        faults = read_plan(self._control)["faults"]
+        return sum(self._shared.used[fault["number"]] for fault in faults)
 
     def calls(self) -> list[list[str]]:
         """``[operation, path]`` of every counted call so far, in order."""
@@ -146,7 +191,13 @@ class Mount(str):
         if operation not in OPERATIONS:
             raise ValueError(f"{operation!r} was given; wanted is one of {', '.join(OPERATIONS)}")
         fault = {"operation": operation, **_NO_FAULT, **values}
-        self._update(lambda plan: plan["faults"].append(fault))
+
+        def add(plan: dict) -> None:
+            # No number twice: a call that was under way at a heal may count its fault after it.
+            plan["faults"].append({**fault, "number": plan["made"]})
+            plan["made"] += 1
+
+        self._update(add)
 
     def _update(self, change) -> None:
         plan = read_plan(self._control)
@@ -159,6 +210,7 @@ _NO_FAULT = {
     "errno": 0,
     "seconds": 0.0,
     "short": False,
+    "touched": False,
     "name": "",
     "times": -1,
     "rate": 1.0,
@@ -207,7 +259,7 @@ def slow_mount(
         file.truncate(SHARED_BYTES)
     delays = {"open": open_delay_s, "read": read_delay_s, "readdir": list_delay_s}
     delays["entry"] = entry_delay_s
-    plan = {"delays": delays, "faults": [], "ghosts": []}
+    plan = {"delays": delays, "faults": [], "made": 0, "ghosts": []}
     plan |= {"bandwidth": bandwidth, "stream_bandwidth": stream_bandwidth}
     _write_plan(control, plan)
     if entry_timeout_s is None:
@@ -267,7 +319,7 @@ class _Server:
         self.detach()
         for process in self._processes:
             try:
-                process.wait(_DEADLINE_S)
+                process.wait(_PATIENCE_S)
             except subprocess.TimeoutExpired:  # noqa: PERF203 - of one or two
                 process.kill()
                 process.wait()

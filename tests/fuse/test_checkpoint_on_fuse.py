@@ -15,7 +15,6 @@ from air_lightning.volumes.storage import open_storage
 
 pytestmark = [
     pytest.mark.fuse,
-    pytest.mark.timeout(120),
     pytest.mark.skipif(
         not has_fuse() and not os.environ.get("AIR_REQUIRE_ALL"), reason="no FUSE on this machine"
     ),

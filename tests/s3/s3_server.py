@@ -49,7 +49,7 @@ class S3Server:
 
     def _ask(self, what: dict):
         body = json.dumps(what).encode()
-        with urllib.request.urlopen(f"{self.url}{_CONTROL}", body, timeout=10) as answer:
+        with urllib.request.urlopen(f"{self.url}{_CONTROL}", body, timeout=150) as answer:
             return json.load(answer)
 
 

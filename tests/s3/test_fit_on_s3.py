@@ -14,7 +14,7 @@ pytest.importorskip("moto.server", reason="moto is not installed")
 s3fs = pytest.importorskip("s3fs", reason="s3fs is not installed")
 from s3_server import KEY, SECRET, s3_server  # noqa: E402 - needs moto
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.slow
 
 BUCKET = "fit-bucket"
 

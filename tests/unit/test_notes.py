@@ -128,7 +128,9 @@ def test_a_file_that_others_removed_is_not_leased(cache):
     asked=st.lists(st.integers(0, FILES - 1)),
     evicting=st.booleans(),
 )
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@settings(
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow], deadline=None
+)
 def test_what_is_known_from_the_first_on_is_what_is_known_of_each(cache, here, asked, evicting):
     """As many as would be found one by one, before the first that is not; none once one evicts."""
     row = cache.row()
@@ -151,7 +153,7 @@ def test_a_file_that_is_missing_among_noted_ones_is_read_ahead(cache, files):
     ahead.start()
     for index in range(FILES - 2):
         assert ahead.take().path == cache.place(files[index])
-    ahead._ahead[-1].task.future.result(timeout=60)
+    ahead._ahead[-1].task.future.result(timeout=150)
     assert os.path.exists(cache.place(files[FILES - 1]))
     ahead.close()
 

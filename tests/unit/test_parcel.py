@@ -18,10 +18,7 @@ from air_lightning.data.loader import DataLoader
 from air_lightning.data.worker import Delivered, Standing
 from air_lightning.errors import InvalidTypeError
 
-pytestmark = [
-    pytest.mark.timeout(60),
-    pytest.mark.filterwarnings("ignore:Sparse"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore:Sparse")
 
 DTYPES = (torch.int64, torch.uint8, torch.bool, torch.float16, torch.bfloat16, torch.complex64)
 LARGE = parcel.MAX_BYTES + 1

@@ -25,10 +25,7 @@ from air_lightning.checkpoint.sweep import Piece, Slot, Sweep, runs_of, slots_of
 from air_lightning.errors import AirError, CorruptCheckpointError
 from air_lightning.volumes.storage import open_storage
 
-pytestmark = [
-    pytest.mark.timeout(60),
-    pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 DTYPES = [
     *(torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.bool),

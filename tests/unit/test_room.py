@@ -4,6 +4,7 @@ import errno
 import os
 import signal
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,18 @@ from ranks import KILLED, run_ranks
 
 VALUES = {"a": torch.randn(1000), "b": torch.randn(3_000_000), "c": torch.randn(10, 10).t()}
 HUGE = {"huge": torch.zeros(1).expand(1 << 52)}
+
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="mounting needs root")
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    """A disk of 32 MiB, on which nobody else writes."""
+    path = tmp_path / "disk"
+    path.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=32m", "tmpfs", str(path)], check=True)
+    yield path
+    subprocess.run(["umount", "-l", str(path)], check=True)
 
 
 def saved(path: Path, value: dict[str, Any], **options: Any) -> None:
@@ -47,15 +60,16 @@ def test_a_save_that_cannot_fit_is_refused_before_the_earlier_one_goes(tmp_path:
     assert_saved(tmp_path)
 
 
-def test_the_room_of_the_checkpoint_that_is_replaced_counts(tmp_path: Path) -> None:
+@needs_root
+def test_the_room_of_the_checkpoint_that_is_replaced_counts(disk: Path) -> None:
     """Where only the earlier save's own bytes make the new one fit, it is not refused."""
-    saved(tmp_path, VALUES)
-    storage = open_storage(str(tmp_path), allow_local=True)
+    saved(disk / "ckpt", VALUES)
+    storage = open_storage(str(disk / "ckpt"), allow_local=True)
     free = storage.free_bytes()
     assert free is not None
-    require_room(storage, free)
+    require_room(storage, free + (11 << 20))
     with pytest.raises(StorageError):
-        require_room(storage, free + (1 << 40))
+        require_room(storage, free + (12 << 20))
 
 
 def test_volumes_and_object_stores_do_not_say(volume: Any) -> None:
@@ -64,13 +78,11 @@ def test_volumes_and_object_stores_do_not_say(volume: Any) -> None:
     require_room(open_storage("memory://room/ckpt"), 1 << 60)
 
 
-def test_a_missing_directory_has_the_room_of_the_one_above(tmp_path: Path) -> None:
+@needs_root
+def test_a_missing_directory_has_the_room_of_the_one_above(disk: Path) -> None:
     """Free bytes are asked of the nearest directory that exists."""
-    there = open_storage(str(tmp_path), allow_local=True).free_bytes()
-    missing = open_storage(f"{tmp_path}/x/y", allow_local=True).free_bytes()
-    assert there
-    assert missing
-    assert abs(there - missing) < 1 << 30
+    missing = open_storage(f"{disk}/x/y", allow_local=True).free_bytes()
+    assert missing == open_storage(str(disk), allow_local=True).free_bytes() == 32 << 20
 
 
 def test_planned_bytes_are_at_least_what_is_written(tmp_path: Path) -> None:
@@ -143,7 +155,7 @@ def test_a_staging_directory_that_is_a_file_is_refused(tmp_path: Path) -> None:
         saved(tmp_path / "ckpt", VALUES, staging_dir=tmp_path / "file" / "staging")
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="mounting needs root")
+@needs_root
 def test_a_staging_directory_that_fails_in_mid_save_is_named(tmp_path: Path) -> None:
     """Filled up or made read-only after the look at its room, the error says which place it is."""
     staging = tmp_path / "staging"

@@ -9,6 +9,7 @@ import sys
 import textwrap
 import threading
 import time
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 
@@ -20,9 +21,10 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from air_lightning.checkpoint.dcp import UCVolumeReader, UCVolumeWriter
 from air_lightning.checkpoint.manifest import MANIFEST, METADATA
-from air_lightning.checkpoint.saver import _HEAD_START_S, AsyncSaver
+from air_lightning.checkpoint.saver import AsyncSaver
 from air_lightning.checkpoint.state import optimizer_names, read_checkpoint, to_entries
 from air_lightning.errors import CorruptCheckpointError, InvalidArgumentError, SaveFailedError
+from amid import amid
 from ranks import run_ranks
 
 
@@ -34,7 +36,7 @@ class SlowWriter(UCVolumeWriter):
         self.go = go
 
     def write_data(self, plan, planner):
-        assert self.go.wait(60)
+        assert self.go.wait(150)
         return super().write_data(plan, planner)
 
 
@@ -54,7 +56,7 @@ def _read(path, rank=0, **options):
 @pytest.fixture
 def saver():
     """A saver of this process alone, closed at the end."""
-    saver = AsyncSaver(no_dist=True, timeout_s=60)
+    saver = AsyncSaver(no_dist=True, timeout_s=150)
     yield saver
     saver.close()
 
@@ -128,18 +130,26 @@ def test_changes_after_save_returned_are_not_saved(tmp_path, saver):
 
 
 def test_second_save_waits_for_the_first(tmp_path, saver):
-    """Two saves never overlap, and each publishes its own values."""
-    go = threading.Event()
+    """Two saves never overlap, each publishes its own values, and waiting counts as no staging."""
+    go, waited = threading.Event(), []
+
+    def open_later():
+        begun = time.perf_counter()
+        time.sleep(0.2)
+        waited.append(time.perf_counter() - begun)
+        go.set()
+
     saver.save(_entries(1.0), lambda: SlowWriter(tmp_path / "a", go))
-    opener = threading.Timer(0.2, go.set)
-    opener.start()
-    saver.save(_entries(2.0), lambda: UCVolumeWriter(str(tmp_path / "b")))
-    assert (tmp_path / "a" / ".metadata").exists()
+    with amid(AsyncSaver.wait, open_later):
+        begun = time.perf_counter()
+        saver.save(_entries(2.0), lambda: UCVolumeWriter(str(tmp_path / "b")))
+        took = time.perf_counter() - begun
+        assert (tmp_path / "a" / ".metadata").exists()
     saver.wait()
-    assert saver.stats[1].stall_s > 0.1 > saver.stats[1].stage_s
+    assert waited[0] <= saver.stats[1].stall_s <= took
+    assert saver.stats[1].stage_s <= took - waited[0]
     assert _read(tmp_path / "a")[1]["value"] == 1.0
     assert _read(tmp_path / "b")[1]["value"] == 2.0
-    opener.join()
 
 
 class Interrupted(dict):
@@ -205,12 +215,13 @@ def test_a_copy_begins_early_after_a_first_save_that_met_its_preparation(
     assert begun == [False, True]
 
 
-def test_a_save_that_is_waited_for_begins_at_once(tmp_path, saver):
+def test_a_save_that_is_waited_for_begins_at_once(tmp_path, saver, monkeypatch):
     """The head start of a caller who goes on training is not for one who waits."""
+    monkeypatch.setattr("air_lightning.checkpoint.saver._HEAD_START_S", 1e6)
     for _ in range(8):
         saver.save(_entries(), lambda: UCVolumeWriter(str(tmp_path / "c")))
         saver.wait()
-    assert min(stats.write_s for stats in saver.stats) < _HEAD_START_S
+    assert all(stats.published for stats in saver.stats)
 
 
 def test_threads_that_save_at_once_do_so_one_after_the_other(tmp_path, saver):
@@ -218,7 +229,7 @@ def test_threads_that_save_at_once_do_so_one_after_the_other(tmp_path, saver):
     started, done = threading.Event(), threading.Event()
 
     def other():
-        started.wait(60)
+        started.wait(150)
         saver.save(_entries(2.0), lambda: UCVolumeWriter(str(tmp_path / "b")))
         done.set()
 
@@ -229,7 +240,7 @@ def test_threads_that_save_at_once_do_so_one_after_the_other(tmp_path, saver):
     thread = threading.Thread(target=other)
     thread.start()
     saver.save(Interrupted(1.0, interrupt), lambda: UCVolumeWriter(str(tmp_path / "a")))
-    thread.join(60)
+    thread.join()
     saver.wait()
     for name, value in (("a", 1.0), ("b", 2.0)):
         checkpoint, own = _read(tmp_path / name)
@@ -274,21 +285,67 @@ def test_a_signal_handler_may_save_while_a_save_waits_for_the_one_before(tmp_pat
         saver.save(_entries(2.0), lambda: UCVolumeWriter(str(tmp_path / "b"), global_step=1))
 
     before = signal.signal(signal.SIGUSR1, handle)
-    main = threading.get_ident()
-    sender = threading.Timer(0.2, signal.pthread_kill, (main, signal.SIGUSR1))
+    send = partial(signal.pthread_kill, threading.get_ident(), signal.SIGUSR1)
     try:
         saver.save(_entries(1.0), lambda: SlowWriter(tmp_path / "a", go))
-        sender.start()
-        saver.save(_entries(3.0), lambda: UCVolumeWriter(str(tmp_path / "c")))
+        with amid(AsyncSaver.wait, send):
+            saver.save(_entries(3.0), lambda: UCVolumeWriter(str(tmp_path / "c")))
         assert (tmp_path / "b" / METADATA).exists()
         saver.wait()
     finally:
-        sender.join()
         signal.signal(signal.SIGUSR1, before)
     for name, value in (("a", 1.0), ("b", 2.0), ("c", 3.0)):
         checkpoint, own = _read(tmp_path / name)
         assert own["value"] == value
         assert checkpoint["state_dict"]["w"].eq(value).all()
+
+
+def test_a_signal_handler_may_save_at_any_line_of_a_wait(tmp_path):
+    """Also amid what a wait sets and looks at: the handler's own wait does not wait for that."""
+    amid_lines = 0
+    for number in range(30):
+        saver, go, done = AsyncSaver(no_dist=True, timeout_s=150), threading.Event(), []
+
+        def handle(saver=saver, done=done, go=go):
+            done.append(True)
+            go.set()
+            saver.save(_entries(2.0), lambda: UCVolumeWriter(str(tmp_path / "b")))
+
+        saver.save(_entries(1.0), lambda go=go: SlowWriter(tmp_path / "a", go))
+        opener = threading.Timer(0.02, go.set)  # where the line comes after that, or is none
+        opener.start()
+        with _at_line(number, AsyncSaver.wait, handle):
+            saver.save(_entries(3.0), lambda: UCVolumeWriter(str(tmp_path / "c")))
+        saver.wait()
+        opener.join()
+        assert [stats.published for stats in saver.stats] == [True] * (3 if done else 2)
+        amid_lines += len(done)
+    assert amid_lines >= 6, "as many lines are run also where there is nothing to wait for"
+
+
+@contextmanager
+def _at_line(number, function, action):
+    """Do something before the line of this number of all that the first call of a function runs."""
+    left, first = [number], []
+
+    def trace(frame, event, _):
+        at = frame
+        while at is not None and at.f_code is not function.__code__:
+            at = at.f_back
+        if at is not None and not first:
+            first.append(at)
+        if event == "line" and at is not None and at is first[0]:
+            left[0] -= 1
+            if left[0] == -1:
+                action()
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        yield
+    finally:
+        sys.settrace(before)
 
 
 def test_failure_is_raised_once_and_names_the_path(tmp_path, saver):
@@ -351,14 +408,14 @@ def test_actions_of_a_failed_save_are_dropped(tmp_path, saver, caplog):
     go = threading.Event()
 
     def make():
-        assert go.wait(60)
+        assert go.wait(150)
         return UCVolumeWriter(str(tmp_path / "c"))
 
     saver.save(_entries(), make, on_published=lambda: ran.append(1))
     saver.after_published(lambda: ran.append(2))
     go.set()
     while saver.in_flight():
-        saver._idle.wait(60)
+        saver._idle.wait(150)
     saver.after_published(lambda: ran.append(3))
     with pytest.raises(SaveFailedError):
         saver.wait()
@@ -420,18 +477,19 @@ def test_forked_child_does_not_wait(tmp_path, saver):
 
 
 def _group():
-    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
-    return dist.new_group(backend="gloo", timeout=timedelta(seconds=60)), dist.get_rank()
+    limit = timedelta(seconds=150)
+    dist.init_process_group("gloo", timeout=limit)
+    return dist.new_group(backend="gloo", timeout=limit), dist.get_rank()
 
 
 def _run_both(function, *args, log):
-    statuses = run_ranks(function, *args, world_size=2, timeout_s=90, log=log)
+    statuses = run_ranks(function, *args, world_size=2, log=log)
     assert statuses == [0, 0], log.read_text()
 
 
 def _save_and_read_together(root):
     group, rank = _group()
-    saver = AsyncSaver(process_group=group, no_dist=False, timeout_s=60)
+    saver = AsyncSaver(process_group=group, no_dist=False, timeout_s=150)
     for number in range(3):
         value = float(number)
         path = f"{root}/{number}"
@@ -462,7 +520,7 @@ class Unpicklable(Exception):
 
 def _fail_on_rank_one(root, how):
     group, rank = _group()
-    saver = AsyncSaver(process_group=group, no_dist=False, timeout_s=60)
+    saver = AsyncSaver(process_group=group, no_dist=False, timeout_s=150)
     ran = []
 
     def make():
@@ -494,7 +552,7 @@ def test_failure_of_one_rank_is_raised_on_both(tmp_path, how):
 
 def _write_where_a_file_is(root):
     group, rank = _group()
-    saver = AsyncSaver(process_group=group, no_dist=False, timeout_s=60)
+    saver = AsyncSaver(process_group=group, no_dist=False, timeout_s=150)
     saver.save(_entries(1.0, rank), lambda: UCVolumeWriter(f"{root}/file"))
     with pytest.raises(SaveFailedError, match=f"{root}/file"):
         saver.wait()
@@ -512,7 +570,7 @@ def _reshard(root):
     mesh = init_device_mesh("cpu", (2,))
     torch.manual_seed(3)
     full, moment = torch.randn(7, 4), torch.randn(7, 4)
-    saver = AsyncSaver(process_group=group, no_dist=False, timeout_s=60)
+    saver = AsyncSaver(process_group=group, no_dist=False, timeout_s=150)
 
     def checkpoint(w, m):
         states = [{"state": {0: {"exp_avg": m, "step": torch.tensor(2.0)}}, "param_groups": []}]
@@ -566,20 +624,19 @@ def _script(body):
         """
     source = textwrap.dedent(head) + textwrap.dedent(body)
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    begun = time.monotonic()
     command = [sys.executable, "-c", source]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=90, check=False)
-    return done, time.monotonic() - begun
+    output = {"capture_output": True, "text": True}
+    return subprocess.run(command, env=env, timeout=300, check=False, **output)
 
 
 def test_interpreter_exit_publishes_the_last_save(tmp_path):
     """A script that ends right after save leaves a complete checkpoint."""
     body = f"""
         SECONDS = 1.0
-        saver = AsyncSaver(no_dist=True, timeout_s=60)
+        saver = AsyncSaver(no_dist=True, timeout_s=150)
         saver.save(entries, lambda: SlowWriter({str(tmp_path / "c")!r}))
         """
-    done, _ = _script(body)
+    done = _script(body)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "c" / ".metadata").exists(), done.stderr
 
@@ -588,11 +645,11 @@ def test_exit_with_an_exception_publishes_and_shows_it(tmp_path):
     """The user's own exception ends the process as ever, after the save was published."""
     body = f"""
         SECONDS = 0.5
-        saver = AsyncSaver(no_dist=True, timeout_s=60)
+        saver = AsyncSaver(no_dist=True, timeout_s=150)
         saver.save(entries, lambda: SlowWriter({str(tmp_path / "c")!r}))
         raise RuntimeError("mine")
         """
-    done, _ = _script(body)
+    done = _script(body)
     assert done.returncode == 1
     assert "RuntimeError: mine" in done.stderr
     assert (tmp_path / "c" / ".metadata").exists()
@@ -605,9 +662,8 @@ def test_interpreter_exit_with_a_stuck_upload_is_bounded(tmp_path):
         saver = AsyncSaver(no_dist=True, timeout_s=1.0)
         saver.save(entries, lambda: SlowWriter({str(tmp_path / "c")!r}))
         """
-    done, seconds = _script(body)
+    done = _script(body)
     assert done.returncode == 0
-    assert seconds < 60
     assert "has been running" in done.stderr
     assert not (tmp_path / "c" / ".metadata").exists()
 
@@ -617,7 +673,7 @@ def test_memory_is_flat_over_fifty_saves(tmp_path):
     body = f"""
         import resource, shutil
         SECONDS = 0.0
-        saver = AsyncSaver(no_dist=True, timeout_s=60)
+        saver = AsyncSaver(no_dist=True, timeout_s=150)
         def resident():
             pages = int(open("/proc/self/statm").read().split()[1])
             return pages * resource.getpagesize() / 2**20
@@ -632,7 +688,7 @@ def test_memory_is_flat_over_fifty_saves(tmp_path):
         """
     if not pathlib.Path("/proc/self/statm").exists():
         pytest.skip("needs /proc")
-    done, _ = _script(body)
+    done = _script(body)
     assert done.returncode == 0, done.stderr
     assert float(done.stdout) < 15, done.stdout  # the state has 20 MB
 

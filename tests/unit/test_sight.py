@@ -16,7 +16,6 @@ from air_lightning.errors import CheckpointMismatchError, CorruptCheckpointError
         (CheckpointMismatchError("another model's"), 1),
     ],
 )
-@pytest.mark.timeout(30)
 def test_a_fault_of_a_whole_checkpoint_is_raised_at_once(
     tmp_path: Path, error: Exception, reads: int
 ) -> None:
@@ -36,7 +35,6 @@ def test_a_fault_of_a_whole_checkpoint_is_raised_at_once(
     assert len(calls) == reads
 
 
-@pytest.mark.timeout(30)
 def test_what_comes_in_sight_is_read(tmp_path: Path) -> None:
     """A checkpoint that is written while it is waited for is read when it is whole."""
     path = tmp_path / "c"

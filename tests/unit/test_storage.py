@@ -245,21 +245,23 @@ def test_what_is_no_regular_file_is_left_out(tmp_path):
     assert [info.size for info in storage.list_files(sizes=True)] == [1, 7, 1]
 
 
-@pytest.mark.timeout(120)
 def test_the_time_of_a_listing_grows_with_the_number_of_directories_not_its_square(tmp_path):
-    """Eight times as many directories take far less than 64 times as long."""
+    """Sixteen times as many directories take far less than 256 times as much of a processor."""
 
     def seconds(count: int) -> float:
         root = tmp_path / str(count)
         for number in range(count):
             (root / f"{number}").mkdir(parents=True)
         storage = open_storage(f"file://{root}")
-        began = time.perf_counter()
-        assert len(storage.list_files()) == 0
-        return time.perf_counter() - began
+        taken = []
+        for _ in range(3):  # what disturbs a run makes it longer
+            began = time.process_time()
+            assert len(storage.list_files()) == 0
+            taken.append(time.process_time() - began)
+        return min(taken)
 
-    small = seconds(1000)
-    assert seconds(8000) < 32 * max(small, 0.02)
+    small = seconds(500)
+    assert seconds(8000) < 40 * small
 
 
 def test_folder_markers_of_an_object_store_are_no_files():
@@ -333,7 +335,10 @@ def test_errors_that_pass_are_waited_out_and_logged(caplog):
 
 RETRY_OFTEN = """
 import errno, logging, os, sys
+from air_lightning.volumes import retry as told
 from air_lightning.volumes.retry import Retry
+
+told._WARN_EVERY_S = 1e9  # on a busy machine this may take longer than no line is to come in
 
 def flaky(failures=[0]):
     failures[0] += 1

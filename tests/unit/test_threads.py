@@ -60,7 +60,7 @@ def test_a_download_of_several_streams(no_threads):
         assert read == spans
     threading.stack_size(0)
     met = threading.Barrier(2)
-    Team(cut(100, 50), lambda _: met.wait(30)).run()
+    Team(cut(100, 50), lambda _: met.wait(150)).run()
 
 
 def test_reading_ahead(volume, no_threads):
@@ -129,7 +129,7 @@ def test_a_child_forked_amid_a_copy_leaves_it():
         copying.abandon()
         os._exit(0)
     copying.finish()
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 150
     while not (ended := os.waitpid(child, os.WNOHANG))[0]:
         if time.monotonic() > deadline:
             os.kill(child, signal.SIGKILL)
@@ -159,16 +159,15 @@ while not to[0][0]:
 def test_a_process_that_ends_amid_a_copy():
     """It ends as it would without one, though a daemon thread had begun it."""
     for _ in range(3):
-        ended = subprocess.run([sys.executable, "-c", ENDS_AMID_A_COPY], timeout=60, check=False)
+        ended = subprocess.run([sys.executable, "-c", ENDS_AMID_A_COPY], timeout=120, check=False)
         assert ended.returncode == 0
 
 
 def test_what_the_helper_of_a_copy_fails_at_is_raised():
     """A copy that the helper cannot make fails, though the caller had nothing to wait for."""
     copying = Copying([Block(0, 0, 0, torch.zeros(3), torch.zeros(4))])
-    deadline = time.monotonic() + 30
-    while any(thread.name == "air-lightning-stage" for thread in threading.enumerate()):
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
+    for thread in threading.enumerate():
+        if thread.name == "air-lightning-stage":
+            thread.join()
     with pytest.raises(RuntimeError):
         copying.finish()

@@ -130,13 +130,18 @@ def test_spans_cover_a_file_once_and_in_order(size, min_span):
 
 def test_helping_threads_are_few_however_many_files_are_read():
     """Forty downloads at once start no more than twelve threads of their own, and all end."""
-    seen: list[int] = []
+    lock, helping, seen, spans = threading.Lock(), set(), [0], []
 
     def work(team: Team) -> None:
-        for _ in team.spans():
+        me = threading.current_thread()
+        with lock:
+            helping.update({me} if me.name == "air-download" else ())
+            seen.append(len(helping))
+        for span in team.spans():
             time.sleep(0.005)
-            names = [thread.name for thread in threading.enumerate()]
-            seen.append(sum(name == "air-download" for name in names))
+            spans.append(span)
+        with lock:
+            helping.discard(me)
 
     teams = [Team(cut(100, 10), work) for _ in range(40)]
     threads = [threading.Thread(target=team.run) for team in teams]
@@ -144,5 +149,6 @@ def test_helping_threads_are_few_however_many_files_are_read():
         thread.start()
     for thread in threads:
         thread.join()
-    assert len(seen) == 160
+    assert len(spans) == 160
     assert 0 < max(seen) <= 12
+    assert not helping

@@ -1,13 +1,15 @@
 """Turns: of the downloads that wait, the one whose batch is needed first starts first."""
 
 import contextlib
+import functools
 import os
+import sys
 import threading
 import time
 
 import pytest
 
-from air_lightning.data.ahead import ReadAhead
+from air_lightning.data.ahead import STALL_S, ReadAhead
 from air_lightning.data.budget import Budget
 from air_lightning.data.cache import FileCache
 from air_lightning.data.leases import Lease
@@ -25,6 +27,8 @@ from air_lightning.data.turns import (
 from air_lightning.errors import StorageError
 from air_lightning.volumes.storage import open_storage
 from ranks import run_ranks
+
+LIMIT_S = 150  # ends a hang
 
 
 def never() -> bool:
@@ -47,10 +51,16 @@ def starts_within(turn, batch, size=1, seconds=0.0) -> bool:
 
 def until_it_waits(turns) -> None:
     """Wait until the first worker says that it waits for the first batch."""
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + LIMIT_S
     while turns._rows[0, 0] != 0:
         assert time.monotonic() < deadline, "the first worker does not say that it waits"
         time.sleep(0.001)
+
+
+def readers(before) -> list[threading.Thread]:
+    """The threads of pools that were not there before."""
+    new = set(threading.enumerate()) - before
+    return [thread for thread in new if thread.name == "air-read-ahead"]
 
 
 def test_batches_are_numbered_in_the_order_of_delivery():
@@ -69,13 +79,14 @@ def test_a_free_slot_goes_to_the_batch_that_is_needed_first():
         download.__enter__()
     assert not starts_within(first, 0)
     began = []
-    waiting = threading.Thread(target=lambda: (first.wait(0, 1, never), began.append(0)))
+    wait = functools.partial(first.wait, 0, 1, never, patience_s=LIMIT_S)
+    waiting = threading.Thread(target=lambda: (wait(), began.append(0)))
     waiting.start()
     until_it_waits(turns)
     assert not starts_within(second, 1)
     assert began == []
     taken.pop().__exit__(None, None, None)
-    waiting.join(10)
+    waiting.join()
     assert began == [0]
     for download in taken:
         download.__exit__(None, None, None)
@@ -92,13 +103,15 @@ def test_a_worker_that_learns_its_first_sizes_keeps_its_turn():
     for download in taken:
         download.__enter__()
     assert starts_within(second, 1)
-    pool, task = Pool(1, budget, first), Task(2, 0, None)
-    task.action = lambda: Lease("none")
+    pool, task, go_on = Pool(1, budget, first), Task(2, 0, None), threading.Event()
+    # It has the slot until then, also where the machine was busy for longer than it is patient.
+    task.action = lambda: Lease("none" if go_on.wait(LIMIT_S) else "late")
     pool.submit(task)
     until_it_waits(turns)
     assert not starts_within(second, 1)
     budget.correct(0, 1)
-    assert task.future.result(10).path == "none"
+    go_on.set()
+    assert task.future.result(LIMIT_S).path == "none"
     pool.close()
     for download in taken:
         download.__exit__(None, None, None)
@@ -109,13 +122,13 @@ def test_a_worker_whose_turn_has_not_come_has_one_thread():
     turns = Turns(2, 8)
     first, second = turns.turn(0, 0), turns.turn(1, 0)
     with on_their_way(first, *[1] * FIRST_SLOTS):
-        before = threading.active_count()
+        before = set(threading.enumerate())
         pool, tasks = Pool(16, Budget(1 << 30), second), [Task(n, 1, 1) for n in range(16)]
         for task in tasks:
             task.action = lambda: Lease("here")
             pool.submit(task)
-        assert threading.active_count() == before + 1
-    assert {task.future.result(10).path for task in tasks} == {"here"}
+        assert len(readers(before)) == 1
+    assert {task.future.result(LIMIT_S).path for task in tasks} == {"here"}
     pool.close()
 
 
@@ -124,21 +137,24 @@ def test_threads_are_as_many_as_wait_at_the_same_time():
     here, go_on = threading.Barrier(9), threading.Event()
 
     def download():
-        here.wait(10)
-        go_on.wait(10)
+        here.wait(LIMIT_S)
+        go_on.wait(LIMIT_S)
         return Lease("here")
 
-    before = threading.active_count()
+    before = set(threading.enumerate())
     pool, tasks = Pool(8), [Task(n, 0, 1) for n in range(12)]
     for task in tasks:
         task.action = download if task.number < 8 else lambda: Lease("here")
         pool.submit(task)
-    here.wait(10)
-    assert threading.active_count() == before + 8
+    here.wait(LIMIT_S)
+    started = readers(before)
+    assert len(started) == 8
     go_on.set()
-    assert {task.future.result(10).path for task in tasks} == {"here"}
+    assert {task.future.result(LIMIT_S).path for task in tasks} == {"here"}
+    assert readers(before | set(started)) == []
     pool.close()
-    assert threading.active_count() == before
+    for thread in started:
+        thread.join()
 
 
 def held(turns, **options):
@@ -151,7 +167,7 @@ def held(turns, **options):
 def test_other_workers_hold_still_until_the_first_batch_is_here_or_all_are_forked():
     """Or, where neither comes, until their patience ends."""
     waits = [Turns(2, 8), Turns(2, 8)]
-    threads = [held(turns, patience_s=60) for turns in waits]
+    threads = [held(turns, patience_s=LIMIT_S) for turns in waits]
     download = waits[0].turn(0, 0).under_way
     for _ in range(7):
         with download(1):
@@ -162,7 +178,7 @@ def test_other_workers_hold_still_until_the_first_batch_is_here_or_all_are_forke
         pass
     waits[1].begin()
     for thread in [*threads, held(Turns(2, 8), patience_s=0.01)]:
-        thread.join(10)
+        thread.join(LIMIT_S / 2)
         assert not thread.is_alive()
 
 
@@ -244,7 +260,7 @@ def test_a_dead_workers_row_holds_nobody_up_for_good():
     assert run_ranks(_wait_and_die, turns) == [-9]
     second = turns.turn(1, 0)
     assert not starts_within(second, 1)
-    second.wait(1, 1, never, patience_s=0.05)
+    second.wait(1, 1, never, patience_s=0.05)  # ends: the test's timeout is the bound
 
 
 def _wait_and_die(turns) -> None:
@@ -280,7 +296,7 @@ class StuckStorage:
 
     def download(self, info, destination):
         if info.name == self._stuck:
-            self._go_on.wait(60)
+            self._go_on.wait(LIMIT_S)
         return self._storage.download(info, destination)
 
 
@@ -293,10 +309,12 @@ def test_a_download_that_stands_still_is_an_error_at_its_own_file(volume, tmp_pa
     files = take_listing(storage, None)
     (tmp_path / "cache").mkdir()
     cache = FileCache(storage, str(tmp_path / "cache"), 0)
-    ahead = ReadAhead(cache, files, range(4), depth=depth, stall_s=0.2)
+    ahead = ReadAhead(cache, files, range(4), depth=depth)
     ahead.take().close()
+    ahead._stall_s = 0.2  # for the one that hangs: any other may wait longer on a busy machine
     with pytest.raises(StorageError, match=rf"{names[1]}: no byte of it came for \d+ s. Check"):
         ahead.take()
+    ahead._stall_s = STALL_S
     if depth:
         for _ in range(2):
             ahead.take().close()
@@ -305,10 +323,11 @@ def test_a_download_that_stands_still_is_an_error_at_its_own_file(volume, tmp_pa
 
 
 class RereadingStorage:
-    """A storage that has all of a file's bytes written, and writes them once more, slowly."""
+    """A storage that has all of a file's bytes written, and writes one once more when asked to."""
 
     def __init__(self, storage) -> None:
         self._storage = storage
+        self.asked, self.written = threading.Semaphore(0), threading.Semaphore(0)
 
     def __getattr__(self, name):
         return getattr(self._storage, name)
@@ -316,11 +335,27 @@ class RereadingStorage:
     def download(self, info, destination):
         size = self._storage.download(info, destination)
         with open(destination, "r+b", buffering=0) as file:
-            for _ in range(25):
-                time.sleep(0.04)
+            for _ in range(8):
+                assert self.asked.acquire(timeout=LIMIT_S)
                 file.write(file.read(1))
                 file.seek(0)
+                self.written.release()
         return size
+
+
+class WatchedCache(FileCache):
+    """A cache where a byte comes before each look at a download's progress, eight times."""
+
+    looks = 0
+
+    def progress(self, info):
+        self.looks += 1
+        if self.looks <= 8:
+            self.storage.asked.release()
+            assert self.storage.written.acquire(timeout=LIMIT_S)
+        else:  # on a busy machine it may take longer to end than a look is patient here
+            self.ahead._stall_s = STALL_S
+        return super().progress(info)
 
 
 def test_bytes_that_are_read_once_more_are_no_standstill(volume, tmp_path):
@@ -328,10 +363,23 @@ def test_bytes_that_are_read_once_more_are_no_standstill(volume, tmp_path):
     volume.write(1)
     storage = RereadingStorage(open_storage(volume.path))
     (tmp_path / "cache").mkdir()
-    cache = FileCache(storage, str(tmp_path / "cache"), 0)
+    cache = WatchedCache(storage, str(tmp_path / "cache"), 0)
     ahead = ReadAhead(cache, take_listing(storage, None), range(1), depth=1, stall_s=0.3)
+    cache.ahead = ahead
     ahead.take().close()
+    assert cache.looks >= 8, "each of them 0.15 s after the last"
     ahead.close()
+
+
+@contextlib.contextmanager
+def calls():
+    """The code of all functions that this thread calls."""
+    called = set()
+    sys.setprofile(lambda frame, *_: called.add(frame.f_code))
+    try:
+        yield called
+    finally:
+        sys.setprofile(None)
 
 
 def test_a_pass_whose_downloads_hang_is_closed_once(volume, tmp_path):
@@ -343,12 +391,15 @@ def test_a_pass_whose_downloads_hang_is_closed_once(volume, tmp_path):
     cache = FileCache(storage, str(tmp_path / "cache"), 0)
     ahead = ReadAhead(cache, take_listing(storage, None), range(2), depth=1)
     ahead.take().close()
-    ahead.close()
-    closed = time.monotonic()
-    ahead.close()
-    del ahead
-    assert time.monotonic() - closed < 1
+    waits = threading.Thread.join.__code__
+    with calls() as first:
+        ahead.close()
+    with calls() as second:
+        ahead.close()
+        del ahead
     go_on.set()
+    assert waits in first
+    assert waits not in second
 
 
 def test_a_pass_that_was_begun_and_dropped_leaves_no_thread(volume, tmp_path):
@@ -356,7 +407,10 @@ def test_a_pass_that_was_begun_and_dropped_leaves_no_thread(volume, tmp_path):
     from air_lightning import UCVolumeDataset
 
     volume.write(40)
+    before = set(threading.enumerate())
     iterator = iter(UCVolumeDataset(volume.path))
-    assert any(thread.name == "air-read-ahead" for thread in threading.enumerate())
+    started = readers(before)
+    assert started
     del iterator
-    assert not any(thread.name == "air-read-ahead" for thread in threading.enumerate())
+    for thread in started:
+        thread.join()

@@ -17,10 +17,7 @@ from torch.distributed.checkpoint import metadata as torch_metadata
 from air_lightning.checkpoint.unpickle import load_blob, load_metadata
 from air_lightning.errors import CheckpointError, CorruptCheckpointError, UnsafeCheckpointError
 
-pytestmark = [
-    pytest.mark.timeout(60),
-    pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 
 class Calls:

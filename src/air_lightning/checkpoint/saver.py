@@ -9,12 +9,12 @@ What must follow a publication (deleting the checkpoint that it replaces) is que
 ``after_published`` and dropped if the save failed: the older checkpoint is then the good one.
 """
 
+import contextlib
 import logging
 import os
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,7 +31,7 @@ from air_lightning.checkpoint.planner import save as save_entries
 from air_lightning.checkpoint.sharing import own_share
 from air_lightning.checkpoint.staging import Stager
 from air_lightning.checkpoint.suspended import no_collections
-from air_lightning.checkpoint.turn import Turn
+from air_lightning.checkpoint.turn import Flag, Turn
 from air_lightning.errors import InvalidArgumentError, SaveFailedError
 from air_lightning.volumes.threads import start_thread
 
@@ -97,10 +97,9 @@ class AsyncSaver:
         self._pid = os.getpid()
         self._turn = Turn()
         self._lock = threading.Lock()
-        self._idle = threading.Event()
-        self._idle.set()
-        self._awaited = threading.Event()
-        self._error: SaveFailedError | None = None
+        self._idle = Flag(is_set=True)
+        self._awaited = Flag(is_set=False)
+        self._failed: list[SaveFailedError] = []  # the last one's error, until it is raised
         self._target = ""
         self._started = 0.0
         self._actions: list[Callable[[], None]] = []
@@ -155,7 +154,7 @@ class AsyncSaver:
         """Whether to look for what can begin early takes less than it saves."""
         return self._stager.nbytes == 0 or is_helped(self._stager.nbytes)
 
-    @contextmanager
+    @contextlib.contextmanager
     def begun(self, tensors: Sequence[torch.Tensor]) -> Iterator[None]:
         """Let the copy begin before ``save`` has its entries; a save within the block takes it.
 
@@ -209,10 +208,8 @@ class AsyncSaver:
                 f"after {limit:g} s. Check that every rank is alive and that the storage answers, "
                 "or raise timeout_s."
             )
-        with self._lock:
-            error, self._error = self._error, None
-        if error is not None:
-            raise error
+        with contextlib.suppress(IndexError):  # no lock: a signal handler may be here once more
+            raise self._failed.pop()
 
     def after_published(self, action: Callable[[], None]) -> None:
         """Run ``action`` after the save in flight, or now if there is none.
@@ -226,7 +223,7 @@ class AsyncSaver:
             if not self._idle.is_set():
                 self._actions.append(action)
                 return
-            failed = self._error is not None
+            failed = bool(self._failed)
         if failed:
             _log.warning("What was to follow the save is dropped, because the save failed.")
         else:
@@ -334,7 +331,7 @@ class AsyncSaver:
                     )
                 if error is not None or not self._actions:
                     self._actions = []
-                    self._error = error
+                    self._failed = [] if error is None else [error]
                     self._idle.set()
                     return
                 action = self._actions.pop(0)

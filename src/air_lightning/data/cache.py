@@ -44,7 +44,7 @@ _SHORTAGES = (*FULL_DISK, errno.EMFILE, errno.ENFILE)
 _LATER_NS = 1_000_000_000
 _WAIT_S = 60.0  # for other downloads to end and leave room
 _POLL_S = 0.05
-_LOOKS = 20  # that find nothing to wait for and nothing to evict, before a disk counts as full
+_LOOKS = 100  # that find nothing to wait for and nothing to evict, before a disk counts as full
 _ROUNDED_S = 1.0  # stores tell full seconds in some answers, fractions in others
 
 
