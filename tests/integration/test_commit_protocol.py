@@ -27,7 +27,7 @@ from air_lightning.checkpoint.manifest import METADATA
 from ranks import KILLED, run_ranks
 
 pytestmark = [
-    pytest.mark.timeout(120),
+    pytest.mark.timeout(400),
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
     pytest.mark.filterwarnings("ignore:.*use of fork.*"),
 ]

@@ -19,7 +19,7 @@ from air_lightning.integrations.regrid import read_states
 from conftest import Volume
 from integration.training import Data, Model
 
-pytestmark = [pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.timeout(500)]
 
 FILES = 44
 

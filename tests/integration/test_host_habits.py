@@ -26,7 +26,7 @@ from integration.test_wiring import Samples, fit, saving, trainer_with
 from integration.training import Data, Model, Run, Validated, train
 from ranks import KILLED, run_ranks
 
-pytestmark = [pytest.mark.timeout(180), pytest.mark.usefixtures("elsewhere")]
+pytestmark = [pytest.mark.timeout(500), pytest.mark.usefixtures("elsewhere")]
 
 
 @pytest.fixture

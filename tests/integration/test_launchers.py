@@ -29,7 +29,7 @@ from integration.launched import CACHE_VARIABLE, Job
 from integration.training import assert_same, diary, result
 from ranks import TERMINATED, free_port, run_ranks
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 FILES = 22  # not a multiple of the batch size times ranks times workers
 SCRIPT = str(Path(launched.__file__))
@@ -65,7 +65,7 @@ def job(numbers: str, tmp_path: Path) -> Job:
 
 def once(function: Callable[..., Any], *args: Any, log: Path) -> int:
     """One start by a launcher, in a process of its own; gives its exit status."""
-    (status,) = run_ranks(function, *args, log=log, timeout_s=200)
+    (status,) = run_ranks(function, *args, log=log)
     return status
 
 
@@ -248,7 +248,7 @@ def as_node(job: Job, endpoint: str) -> None:
 def on_two_nodes(job: Job, log: Path) -> None:
     """One start by two agents, to its end."""
     endpoint = f"127.0.0.1:{free_port()}"
-    statuses = run_ranks(as_node, job, endpoint, world_size=job.nodes, log=log, timeout_s=200)
+    statuses = run_ranks(as_node, job, endpoint, world_size=job.nodes, log=log)
     assert statuses == [0, 0], log.read_text()[-8000:]
 
 

@@ -18,7 +18,7 @@ from air_lightning.data.listing import FileList
 from air_lightning.data.sharing import Place, find_seat, share_listing
 from ranks import KILLED, run_ranks
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(400)
 
 RANKS = 4
 NAMES = [b"a", b"b/c"]
