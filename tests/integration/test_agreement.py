@@ -10,6 +10,7 @@ import logging
 import math
 import os
 import time
+import types
 import warnings
 from pathlib import Path
 from typing import Any
@@ -430,6 +431,30 @@ def test_a_store_that_fails_stops_nobody(caplog):
         assert not agreed.publish()
         agreed.check()
     assert "the store is gone" in caplog.text
+
+
+def test_rank_0_raises_when_the_others_have_looked(monkeypatch):
+    """Rank 0, with which the store ends, lets the others read it before it raises."""
+
+    def published(rank):
+        source = {"path": "p", "pattern": None, "files": 1, "fingerprint": rank}
+        order = {"sources": [source], "num_workers": 0, "epoch": 0}
+        agreed = agreement.Agreement(Board(store, "key", rank, 2), order, 3, strict=True)
+        agreed.publish()
+        return agreed
+
+    def look(_seconds):
+        with pytest.raises(RankMismatchError):
+            other.check()
+        looked.append(True)
+
+    store, looked = dist.HashStore(), []
+    first, other = published(0), published(1)
+    clock = types.SimpleNamespace(monotonic=time.monotonic, sleep=look)
+    monkeypatch.setattr(board, "time", clock)
+    with pytest.raises(RankMismatchError):
+        first.check()
+    assert looked == [True]
 
 
 def test_the_check_can_be_turned_off(ranks, monkeypatch):
