@@ -53,6 +53,7 @@ def plain_torch(
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
+        pipesize=4096,  # a reader that is kept waiting keeps the training waiting, see below
     ) as process:
         try:
             yield process
@@ -79,16 +80,30 @@ def run(volumes: Path, name: str, *launcher: str, epochs: int = EPOCHS) -> str:
 
 
 def run_until_killed(volumes: Path, name: str, *launcher: str) -> str:
-    """Run it, and kill everything when it prints the step ``KILL_AT``."""
+    """Run it, and kill everything when it prints the step ``KILL_AT``, or a hundred steps later."""
     output = ""
     with plain_torch(volumes, name, *launcher) as process:
-        assert process.stdout is not None
-        for line in process.stdout:
+        for line in lines_of(process):
             output += line
             if line.startswith(f"step {KILL_AT} "):
                 kill_all(process)
         assert process.wait() == -9, output
     return output
+
+
+def lines_of(process: subprocess.Popen[str]) -> Iterator[str]:
+    """Each line of its output, and nothing read ahead: the training is so far at most.
+
+    A buffer of ours, and a usual pipe, would hold all that the training prints to its end.
+    """
+    assert process.stdout is not None
+    line = b""
+    while byte := os.read(process.stdout.fileno(), 1):
+        line += byte
+        if byte == b"\n":
+            yield line.decode()
+            line = b""
+    yield line.decode()
 
 
 def losses(output: str) -> dict[int, str]:
