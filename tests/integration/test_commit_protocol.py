@@ -121,7 +121,7 @@ def kill_in_a_save(path: str, first: int, size: int, draw: random.Random) -> Non
         before = now
         assert os.read(told, 1) == b"."
         now = time.monotonic()
-    # An arbitrary moment, of as long a time as the step before took: on a busy machine a longer one.
+    # An arbitrary moment, of as long a time as the step before took: more on a busy machine.
     time.sleep(draw.uniform(0, 1) * (now - before))
     os.kill(child, signal.SIGKILL)
     os.close(told)

@@ -65,8 +65,14 @@ def job(numbers: str, tmp_path: Path) -> Job:
 
 def once(function: Callable[..., Any], *args: Any, log: Path) -> int:
     """One start by a launcher, in a process of its own; gives its exit status."""
-    (status,) = run_ranks(function, *args, log=log)
+    (status,) = run_ranks(_at_a_port, free_port(), function, *args, log=log)
     return status
+
+
+def _at_a_port(port: int, function: Callable[..., Any], *args: Any) -> None:
+    # Lightning would take one that is free for a moment only.
+    os.environ["MASTER_PORT"] = str(port)
+    function(*args)
 
 
 def assert_was_not_disturbed(job: Job, whole: Job) -> None:
