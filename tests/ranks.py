@@ -31,7 +31,7 @@ def run_ranks(
     function: Callable[..., Any],
     *args: Any,
     world_size: int = 1,
-    timeout_s: float = 120.0,
+    timeout_s: float = 300.0,  # only there to end a hang, on a busy machine, too
     log: str | os.PathLike[str] | None = None,
 ) -> list[int]:
     """Run a function in forked ranks; returns their exit statuses, negative for a signal.
