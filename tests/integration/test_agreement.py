@@ -288,7 +288,8 @@ def test_a_rank_alone_waits_once_and_goes_on(ranks):
             first = wait_in_vain(lambda: next(iter(loader)))
             waited = time.monotonic() - began
             assert len(first) == 2
-            assert [sum(map(len, loader)) for _ in range(2)] == [FILES // 2] * 2
+            later = (loader, loader, loader_of(volume, num_workers=0))
+            assert [sum(map(len, each)) for each in later] == [FILES // 2] * 3
         dist.barrier()
         return waited
 
