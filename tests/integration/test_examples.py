@@ -15,6 +15,7 @@ import pytest
 from PIL import Image
 
 from air_lightning import list_checkpoints
+from ranks import free_port
 
 pytestmark = pytest.mark.slow
 
@@ -117,7 +118,11 @@ def test_demo_passes_all_verdicts(tmp_path: Path) -> None:
     """The demo ends with exit code 0, each verdict is PASS, and its log has no redrawn bars."""
     work = tmp_path / "work"
     command = [sys.executable, str(EXAMPLES / "demo.py"), "--work", str(work)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)
+    # Lightning's ranks would else meet at a port that is free for a moment only.
+    env = {**os.environ, "MASTER_PORT": str(free_port())}
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=900, check=False, env=env
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     verdicts = json.loads((work / "verdicts.json").read_text())
     assert verdicts

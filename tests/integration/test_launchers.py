@@ -243,7 +243,13 @@ def as_node(job: Job, endpoint: str) -> None:
         run_id="two nodes",
         rdzv_backend="c10d",
         rdzv_endpoint=endpoint,
-        rdzv_configs={"is_host": node == 0, "last_call_timeout": 1},
+        rdzv_configs={
+            "is_host": node == 0,
+            "last_call_timeout": 1,
+            # Else an agent that gets no processor for 15 s is taken for one that is gone.
+            "keep_alive_max_attempt": 100,
+            "read_timeout": 300,
+        },
         local_addr="127.0.0.1",
         max_restarts=1,
         start_method="fork",
