@@ -30,7 +30,7 @@ import psutil
 from ranks import start_ranks
 
 GRACE_S = 30.0  # as of torchrun: what the launcher gives ranks after one of them ended badly
-WAIT_S = 500.0  # for an attempt that should end by itself
+WAIT_S = 150.0  # for an attempt that should end by itself
 _CHANGES = ("os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.link", "os.symlink")
 
 
