@@ -35,7 +35,7 @@ def patience(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
         monkeypatch.setattr(entrance, "_ENDING_WAIT_S", 60.0)
         monkeypatch.setattr(halt, "_ENDING_PATIENCE", 12)
     if request.node.originalname not in (KILLS, WAITS):
-        monkeypatch.setattr(halt, "_PATIENCE_S", 60.0)
+        monkeypatch.setattr(halt, "_PATIENCE_S", 20.0)
 
 
 @pytest.fixture
