@@ -40,7 +40,7 @@ class Job:
         self, strategy: str, *, attach: bool = True, seed: int = 3, **options: Any
     ) -> None:
         self.fabric = fabric_of(strategy, dist_world(), **options)
-        self.plugin = AirCheckpointIO(timeout_s=60)
+        self.plugin = AirCheckpointIO(timeout_s=300)
         if attach:
             self.plugin.attach(self.fabric)
         self.fabric.launch()
@@ -246,7 +246,7 @@ def a_rank_that_stays_away_is_named(root: str) -> None:
     late.attach(fabric)
     fabric.launch()
     if dist.get_rank() == 0:
-        with pytest.raises(SaveFailedError, match="have not come to it in 1 s: 1"):
+        with pytest.raises(SaveFailedError, match=r"have not come to it in \d+ s: 1"):
             fabric.save(f"{root}/away", job.state)
     dist.barrier()
     job.save(f"{root}/next")

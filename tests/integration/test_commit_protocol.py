@@ -27,7 +27,7 @@ from air_lightning.checkpoint.manifest import METADATA
 from ranks import KILLED, run_ranks
 
 pytestmark = [
-    pytest.mark.timeout(120),
+    pytest.mark.timeout(400),
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
     pytest.mark.filterwarnings("ignore:.*use of fork.*"),
 ]
@@ -99,22 +99,32 @@ def test_killed_before_any_file_operation(tmp_path: Path, earlier: int | None) -
     assert outcomes.count(None) > 5
 
 
-def save_for_ever(path: str, first: int, size: int) -> None:
-    """Overwrite one checkpoint again and again."""
+def save_for_ever(path: str, first: int, size: int, tell: int) -> None:
+    """Overwrite one checkpoint again and again; tells of each time."""
     torch.set_num_threads(1)  # a fork has none of the threads that torch would wait for
     for fill in range(first, first + 100_000):
+        os.write(tell, b".")
         save(path, fill, size)
 
 
-def kill_after(path: str, first: int, size: int, seconds: float) -> None:
-    """Run ``save_for_ever`` in a child for a while, then SIGKILL it."""
+def kill_in_a_save(path: str, first: int, size: int, draw: random.Random) -> None:
+    """Run ``save_for_ever`` in a child, and SIGKILL it somewhere in its first, or a later, save."""
+    told, tell = os.pipe()
     child = os.fork()
     if child == 0:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-        save_for_ever(path, first, size)
+        save_for_ever(path, first, size, tell)
         os._exit(1)
-    time.sleep(seconds)  # the moment is meant to be arbitrary
+    os.close(tell)
+    now = time.monotonic()
+    for _ in range(draw.randint(1, 3)):
+        before = now
+        assert os.read(told, 1) == b"."
+        now = time.monotonic()
+    # An arbitrary moment, of as long a time as the step before took: more on a busy machine.
+    time.sleep(draw.uniform(0, 1) * (now - before))
     os.kill(child, signal.SIGKILL)
+    os.close(told)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == KILLED
 
 
@@ -123,9 +133,7 @@ def test_killed_at_random_moments_while_overwriting(tmp_path: Path) -> None:
     path, size, draw = str(tmp_path / "ckpt"), 500_000, random.Random(2)
     torn = whole = 0
     for kill in range(200):
-        # Longer and longer after the first 25: on a busy machine, none of these may save at all.
-        seconds = draw.uniform(0.01, 0.12) * (1 + kill // 25)
-        kill_after(path, 1 + kill * 1000, size, seconds)
+        kill_in_a_save(path, 1 + kill * 1000, size, draw)
         if find_latest_valid(tmp_path) is None:
             torn += 1
         else:

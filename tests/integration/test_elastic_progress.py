@@ -19,7 +19,7 @@ from air_lightning.integrations.regrid import read_states
 from conftest import Volume
 from integration.training import Data, Model
 
-pytestmark = [pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.timeout(500)]
 
 FILES = 44
 
@@ -166,7 +166,7 @@ def test_another_batch_size(
 @settings(
     max_examples=8,
     deadline=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(
     grids=st.lists(st.tuples(st.integers(0, 3), st.integers(1, 5)), min_size=1, max_size=4),

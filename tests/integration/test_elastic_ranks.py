@@ -17,7 +17,7 @@ from ranks import KILLED, run_ranks
 FILES = 97
 VOLUME = "/Volumes/main/default/data"
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = pytest.mark.timeout(500)
 
 
 def sample(path):

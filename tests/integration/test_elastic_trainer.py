@@ -18,7 +18,7 @@ from conftest import Volume
 from integration.training import Run, assert_same, diary, result, train
 from ranks import KILLED, run_ranks
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 FILES = 44
 
@@ -74,7 +74,7 @@ def attempt(run: Run) -> list[dict[str, Any]]:
     log = Path(run.directory).parent / "output.txt"
     for old in Path(run.directory).glob("diary-*"):
         old.unlink()
-    statuses = run_ranks(observed, run, world_size=run.world_size, log=log, timeout_s=120)
+    statuses = run_ranks(observed, run, world_size=run.world_size, log=log)
     wanted = {0} if run.kill_at is None else {KILLED}
     assert set(statuses) == wanted, log.read_text()[-4000:]
     lines = diary(run).values()

@@ -11,7 +11,7 @@ from conftest import Volume
 from integration.training import Run, assert_same, diary, result, train
 from ranks import KILLED, run_ranks
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 FILES = 22  # not a multiple of the batch size times any grid below
 
@@ -27,7 +27,7 @@ def numbers(volume: Volume) -> str:
 def attempt(run: Run, tmp_path: Path, *, killed: bool) -> None:
     """Run every rank once, to its end or its kill."""
     log = tmp_path / "output.txt"
-    statuses = run_ranks(train, run, world_size=run.world_size, log=log, timeout_s=120)
+    statuses = run_ranks(train, run, world_size=run.world_size, log=log)
     wanted = {KILLED} if killed else {0}
     assert set(statuses) == wanted, log.read_text()[-4000:]
 

@@ -20,7 +20,7 @@ FILES = 75
 VOLUME = "/Volumes/main/data/numbers"
 
 pytestmark = [
-    pytest.mark.timeout(120),
+    pytest.mark.timeout(400),
     pytest.mark.filterwarnings("ignore:This DataLoader will create"),
 ]
 

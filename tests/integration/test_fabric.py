@@ -40,7 +40,7 @@ from integration.test_wiring import fit, saving, trainer_with
 from integration.training import assert_same, diary, result
 from ranks import KILLED, run_ranks
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300), pytest.mark.usefixtures("elsewhere")]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900), pytest.mark.usefixtures("elsewhere")]
 
 FILES = 11
 
@@ -288,7 +288,7 @@ fabric.save(sys.argv[1], {"model": fabric.setup(torch.nn.Linear(1000, 4000)), "s
 
 def test_exit_waits_for_the_last_save(tmp_path: Path) -> None:
     """A process that ends right after a save leaves a complete checkpoint."""
-    subprocess.run([sys.executable, "-c", EXIT, str(tmp_path / "c")], check=True, timeout=100)
+    subprocess.run([sys.executable, "-c", EXIT, str(tmp_path / "c")], check=True, timeout=300)
     assert verify_checkpoint(tmp_path / "c").valid
 
 

@@ -30,7 +30,7 @@ from ranks import run_ranks
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.timeout(150),
+    pytest.mark.timeout(450),
     pytest.mark.usefixtures("elsewhere"),
 ]
 

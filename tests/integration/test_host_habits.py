@@ -24,9 +24,9 @@ from air_lightning import (
 from conftest import Volume
 from integration.test_wiring import Samples, fit, saving, trainer_with
 from integration.training import Data, Model, Run, Validated, train
-from ranks import KILLED, run_ranks
+from ranks import KILLED, free_port, run_ranks
 
-pytestmark = [pytest.mark.timeout(180), pytest.mark.usefixtures("elsewhere")]
+pytestmark = [pytest.mark.timeout(500), pytest.mark.usefixtures("elsewhere")]
 
 
 @pytest.fixture
@@ -125,7 +125,8 @@ def test_a_volume_that_refuses_to_rename_keeps_the_second_name(tmp_path: Path) -
     assert find_latest_valid("memory://renames") is None
 
 
-def launched_by_fork(directory: str) -> None:
+def launched_by_fork(directory: str, port: int) -> None:
+    os.environ["MASTER_PORT"] = str(port)  # Lightning would take one that is free for a moment
     trainer = Trainer(
         accelerator="cpu",
         devices=2,
@@ -148,7 +149,9 @@ def test_ranks_forked_by_the_trainer(tmp_path: Path) -> None:
     """Under ddp_fork the parent process gets the trained weights, as with Lightning's own IO."""
     log = tmp_path / "log"
     directory = str(tmp_path / "c")
-    assert run_ranks(launched_by_fork, directory, log=log) == [0], log.read_text()[-3000:]
+    assert run_ranks(launched_by_fork, directory, free_port(), log=log) == [0], log.read_text()[
+        -3000:
+    ]
     assert find_latest_valid(directory) is not None
 
 

@@ -29,7 +29,7 @@ from integration.launched import CACHE_VARIABLE, Job
 from integration.training import assert_same, diary, result
 from ranks import TERMINATED, free_port, run_ranks
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 FILES = 22  # not a multiple of the batch size times ranks times workers
 SCRIPT = str(Path(launched.__file__))
@@ -65,8 +65,14 @@ def job(numbers: str, tmp_path: Path) -> Job:
 
 def once(function: Callable[..., Any], *args: Any, log: Path) -> int:
     """One start by a launcher, in a process of its own; gives its exit status."""
-    (status,) = run_ranks(function, *args, log=log, timeout_s=200)
+    (status,) = run_ranks(_at_a_port, free_port(), function, *args, log=log)
     return status
+
+
+def _at_a_port(port: int, function: Callable[..., Any], *args: Any) -> None:
+    # Lightning would take one that is free for a moment only.
+    os.environ["MASTER_PORT"] = str(port)
+    function(*args)
 
 
 def assert_was_not_disturbed(job: Job, whole: Job) -> None:
@@ -237,7 +243,13 @@ def as_node(job: Job, endpoint: str) -> None:
         run_id="two nodes",
         rdzv_backend="c10d",
         rdzv_endpoint=endpoint,
-        rdzv_configs={"is_host": node == 0, "last_call_timeout": 1},
+        rdzv_configs={
+            "is_host": node == 0,
+            "last_call_timeout": 1,
+            # Else an agent that gets no processor for 15 s is taken for one that is gone.
+            "keep_alive_max_attempt": 100,
+            "read_timeout": 300,
+        },
         local_addr="127.0.0.1",
         max_restarts=1,
         start_method="fork",
@@ -248,7 +260,7 @@ def as_node(job: Job, endpoint: str) -> None:
 def on_two_nodes(job: Job, log: Path) -> None:
     """One start by two agents, to its end."""
     endpoint = f"127.0.0.1:{free_port()}"
-    statuses = run_ranks(as_node, job, endpoint, world_size=job.nodes, log=log, timeout_s=200)
+    statuses = run_ranks(as_node, job, endpoint, world_size=job.nodes, log=log)
     assert statuses == [0, 0], log.read_text()[-8000:]
 
 

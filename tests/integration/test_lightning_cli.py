@@ -20,7 +20,7 @@ from integration.cli_parts import Net, lines
 from integration.training import assert_same
 from ranks import KILLED, run_ranks
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 FILES = 22
 EXAMPLES = Path(__file__).parents[2] / "examples"

@@ -20,7 +20,7 @@ from integration.matrix import BATCHES, Case, Moment, compare, differences, path
 from integration.training import Run
 from ranks import KILLED, run_ranks
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 @pytest.fixture
@@ -51,7 +51,7 @@ def test_saves_everywhere(run: Run, tmp_path: Path) -> None:
     """From a save at any moment of any way to train, a run goes on as if nothing had been."""
     log = tmp_path / "output.txt"
     cases = cases_for(run)
-    statuses = run_ranks(compare_all, cases, run, world_size=run.world_size, log=log, timeout_s=280)
+    statuses = run_ranks(compare_all, cases, run, world_size=run.world_size, log=log, timeout_s=800)
     assert set(statuses) == {0}, log.read_text()[-8000:]
 
 
@@ -118,14 +118,14 @@ def test_killed_twice_and_torn(run: Run, tmp_path: Path) -> None:
     """Killed twice, its newest checkpoint torn or not, each case ends as if it had not been."""
     log = tmp_path / "output.txt"
     cases = list(CASES.values())
-    assert run_ranks(note_whole, cases, run, log=log, timeout_s=280) == [0], log.read_text()[-4000:]
+    assert run_ranks(note_whole, cases, run, log=log, timeout_s=800) == [0], log.read_text()[-4000:]
     for number, case in enumerate(cases):
         there = replace(run, directory=f"{run.directory}/{case.name}")
         for moment in kills_of(case):
             statuses = run_ranks(train_until_killed, case, there, moment, log=log)
             assert statuses == [KILLED], f"{case.name} {moment} {log.read_text()[-4000:]}"
         tear(path_of(there.directory, moment), number)
-    assert run_ranks(go_on_to_the_end, cases, run, log=log, timeout_s=280) == [0], log.read_text()[
+    assert run_ranks(go_on_to_the_end, cases, run, log=log, timeout_s=800) == [0], log.read_text()[
         -8000:
     ]
 

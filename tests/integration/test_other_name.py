@@ -22,7 +22,7 @@ from ranks import run_ranks
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.timeout(120),
+    pytest.mark.timeout(400),
     pytest.mark.usefixtures("elsewhere"),
 ]
 

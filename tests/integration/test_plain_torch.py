@@ -16,7 +16,7 @@ from air_lightning import find_latest_valid
 from conftest import Volume
 from ranks import KILLED, run_ranks
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "plain"
 STEPS, SAVE_EVERY = 30, 6

@@ -15,14 +15,27 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import Logger
 
 from air_lightning import DataLoader, UCVolumeDataset, list_checkpoints
+from air_lightning.integrations import entrance, halt
 from conftest import Volume
 from integration.training import Run, Validated, assert_same, diary, result, train
 from ranks import KILLED, TERMINATED, run_ranks, start_ranks, wait_for_ranks
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 FILES = 22
 PER_EPOCH = 6  # batches of each of two ranks with two workers
+# In these a rank does wait in vain: for one that waits elsewhere, or for one that was killed.
+WAITS, KILLS = "test_in_validation", "test_after_another_rank_was_killed"
+
+
+@pytest.fixture(autouse=True)
+def patience(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that comes late, on a busy machine, is waited for: else a later step is the last."""
+    if request.node.originalname != KILLS:
+        monkeypatch.setattr(entrance, "_ENDING_WAIT_S", 60.0)
+        monkeypatch.setattr(halt, "_ENDING_PATIENCE", 12)
+    if request.node.originalname not in (KILLS, WAITS):
+        monkeypatch.setattr(halt, "_PATIENCE_S", 20.0)
 
 
 @pytest.fixture
@@ -116,7 +129,7 @@ class Insisting(Sender):
 def attempt(run: Run, tmp_path: Path, *extra: Callback) -> list[int]:
     """Run every rank once, to its end; returns their exit statuses."""
     log = tmp_path / "output.txt"
-    statuses = run_ranks(_train, run, extra, world_size=run.world_size, log=log, timeout_s=60)
+    statuses = run_ranks(_train, run, extra, world_size=run.world_size, log=log)
     assert set(statuses) <= {0, TERMINATED}, f"{statuses} {log.read_text()[-6000:]}"
     return statuses
 
@@ -376,7 +389,9 @@ def test_after_another_rank_was_killed(numbers: str, tmp_path: Path, killed: int
     left = pids[1 - killed]
     assert os.waitstatus_to_exitcode(os.waitpid(pids[killed], 0)[1]) == KILLED
     os.kill(left, signal.SIGTERM)
-    assert wait_for_ranks([left], pids[0], timeout_s=25) == [1]
+    # Not half an hour, as for one that is only slow. How long all of it takes is up to the machine.
+    assert entrance._ENDING_WAIT_S <= 15
+    assert wait_for_ranks([left], pids[0], timeout_s=100) == [1]
     told = log.read_text()
     assert "SaveFailedError" in told
     assert ("these have not come to it" if killed == 1 else "rank 0, which keeps") in told
@@ -392,7 +407,7 @@ def test_workers_of_a_killed_process_end(numbers: str, tmp_path: Path) -> None:
     workers = [psutil.Process(int(path.suffix[1:])) for path in tmp_path.glob("worker-*")]
     os.kill(pids[0], signal.SIGKILL)
     os.waitpid(pids[0], 0)
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 100
     try:
         while any(map(_runs, workers)):
             assert time.monotonic() < deadline, workers
@@ -410,7 +425,7 @@ def _runs(process: psutil.Process) -> bool:
 def _load_for_ever(volume: str, directory: Path) -> None:
     def never(path: str) -> str:
         (directory / f"worker-.{os.getpid()}").touch()
-        time.sleep(60)
+        time.sleep(600)  # longer than they are waited for above
         return path
 
     next(iter(DataLoader(UCVolumeDataset(volume).map(never), num_workers=2, batch_size=1)))

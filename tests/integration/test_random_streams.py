@@ -18,7 +18,7 @@ from ranks import run_ranks
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.timeout(120),
+    pytest.mark.timeout(400),
     pytest.mark.filterwarnings("ignore:This DataLoader will create"),
 ]
 

@@ -1,11 +1,14 @@
 """What ModelCheckpoint, loggers and exceptions make of saves that take a while and all ranks."""
 
+import contextlib
 import gc
 import logging
 import os
 import shutil
 import sys
+import threading
 import weakref
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +25,12 @@ from air_lightning import (
     list_checkpoints,
 )
 from air_lightning.integrations import entrance
+from air_lightning.integrations.attach import bound
 from conftest import Volume
 from integration.test_wiring import fit, saving, trainer_with
 from ranks import run_ranks
 
-pytestmark = [pytest.mark.timeout(180), pytest.mark.usefixtures("elsewhere")]
+pytestmark = [pytest.mark.timeout(500), pytest.mark.usefixtures("elsewhere")]
 sys.path.insert(0, str(Path(__file__).parents[1] / "fuse"))
 
 
@@ -139,18 +143,31 @@ def test_loggers_hear_of_checkpoints_that_are_there(tmp_path: Path) -> None:
     assert all(found > told for told, found in enumerate(logger.found))
 
 
+@contextlib.contextmanager
+def waiting_in_vain(trainer: Any) -> Iterator[None]:
+    """A save waits a second for the other ranks, who will not come.
+
+    Not by ``timeout_s=1``: ranks have to meet in as many seconds then, wherever they come together.
+    """
+    own = bound(trainer).entrance
+    usual, own._timeout_s = own._timeout_s, 1.0
+    try:
+        yield
+    finally:
+        own._timeout_s = usual
+
+
 class SavesOnRank0(Callback):
     """The mistake: a save that only one rank calls."""
 
     def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
         if trainer.global_rank == 0:
-            trainer.save_checkpoint("/tmp/never.ckpt")
+            with waiting_in_vain(trainer):
+                trainer.save_checkpoint("/tmp/never.ckpt")
 
 
 def save_on_rank_0(directory: str) -> None:
-    trainer = trainer_with(
-        SavesOnRank0(), plugins=[AirCheckpointIO(timeout_s=3)], devices=2, strategy="ddp"
-    )
+    trainer = trainer_with(SavesOnRank0(), devices=2, strategy="ddp")
     with pytest.raises(SaveFailedError, match=r"of 2 ranks these have not come .*: 1\. Call"):
         fit(trainer)
     os._exit(7)
@@ -163,11 +180,13 @@ def test_a_save_that_only_one_rank_calls_is_an_error_that_says_so(tmp_path: Path
 
 
 class FailsOnRank1(Callback):
-    """An exception that one rank has alone."""
+    """An exception that one rank has alone; neither has to wait long for the other then."""
 
     def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-        if trainer.global_rank == 1 and trainer.global_step == 3:
-            raise KeyError("the user's own")
+        if trainer.global_step == 3:
+            bound(trainer).entrance._timeout_s = 1.0
+            if trainer.global_rank == 1:
+                raise KeyError("the user's own")
 
 
 def fail_on_rank_1(directory: str) -> None:
@@ -175,7 +194,6 @@ def fail_on_rank_1(directory: str) -> None:
     trainer = trainer_with(
         saving(directory, save_on_exception=True),
         FailsOnRank1(),
-        plugins=[AirCheckpointIO(timeout_s=3)],
         devices=2,
         strategy="ddp",
         max_epochs=2,
@@ -188,9 +206,7 @@ def fail_on_rank_1(directory: str) -> None:
 def test_an_exception_on_one_rank_is_not_held_up_by_its_checkpoint(tmp_path: Path) -> None:
     """save_on_exception gives up after its wait, says so, and the user's own error comes out."""
     directory = str(tmp_path / "c")
-    statuses = run_ranks(
-        fail_on_rank_1, directory, world_size=2, log=tmp_path / "log", timeout_s=120
-    )
+    statuses = run_ranks(fail_on_rank_1, directory, world_size=2, log=tmp_path / "log")
     log = (tmp_path / "log").read_text()
     assert statuses[1] == 12, log[-3000:]
     assert "No checkpoint is saved on the exception. A checkpoint is to be saved, and of 2" in log
@@ -234,18 +250,19 @@ def test_loggers_are_told_the_paths_of_their_own_moment(tmp_path: Path) -> None:
 
 def skip_one_save(directory: str) -> None:
     """Rank 1 comes to no first save, and to every later one."""
-    trainer = trainer_with(plugins=[AirCheckpointIO(timeout_s=3)], devices=2, strategy="ddp")
+    trainer = trainer_with(devices=2, strategy="ddp")
     fit(trainer)
     rank = int(os.environ["RANK"])
     if rank == 0:
-        with pytest.raises(SaveFailedError, match="have not come"):
+        with pytest.raises(SaveFailedError, match="have not come"), waiting_in_vain(trainer):
             trainer.save_checkpoint(f"{directory}/alone.ckpt")
     trainer.strategy.barrier()
     trainer.save_checkpoint(f"{directory}/together.ckpt")
-    second = trainer_with(plugins=[AirCheckpointIO(timeout_s=3)], devices=2, strategy="ddp")
+    second = trainer_with(devices=2, strategy="ddp")
     fit(second)
     if rank == 0:
-        with pytest.raises(SaveFailedError, match="these have not come to it in . s: 1"):
+        missing = pytest.raises(SaveFailedError, match=r"these have not come to it in \d+ s: 1")
+        with missing, waiting_in_vain(second):
             second.save_checkpoint(f"{directory}/alone.ckpt")
     trainer.strategy.barrier()
     second.save_checkpoint(f"{directory}/again.ckpt")
@@ -254,7 +271,7 @@ def skip_one_save(directory: str) -> None:
 def test_a_save_that_one_rank_skipped_is_no_burden_for_the_next(tmp_path: Path) -> None:
     """The ranks meet again at the next save, also that of a second Trainer."""
     log = tmp_path / "log"
-    statuses = run_ranks(skip_one_save, str(tmp_path), world_size=2, log=log, timeout_s=150)
+    statuses = run_ranks(skip_one_save, str(tmp_path), world_size=2, log=log)
     assert statuses == [0, 0], log.read_text()[-3000:]
     assert {os.path.basename(r.path) for r in list_checkpoints(str(tmp_path)) if r.valid} == {
         *("together.ckpt", "again.ckpt")
@@ -295,6 +312,9 @@ def leave_no_group(directory: str) -> None:
     assert entrance._next_round[0]() is group() is not None
     del trainer
     dist.destroy_process_group()
+    for thread in threading.enumerate():
+        if thread.name.startswith("air-lightning"):
+            thread.join()  # the save's, which may be about to end
     gc.collect()
     assert entrance._next_round[0]() is None
 

@@ -32,7 +32,7 @@ from integration.test_wiring import Samples, saving
 from integration.training import FsdpOnCpu, Run, Sharded, assert_same, diary, strategy_of, whole
 from ranks import run_ranks
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300), pytest.mark.usefixtures("elsewhere")]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900), pytest.mark.usefixtures("elsewhere")]
 
 FILES = 22
 

@@ -22,6 +22,8 @@ from air_lightning.checkpoint.dcp import UCVolumeReader
 from integration.training import assert_same, whole
 from ranks import run_ranks
 
+pytestmark = pytest.mark.timeout(400)
+
 FEATURES = 9
 _STATISTICS = tuple(f"layers.1.{name}" for name in ("running_mean", "running_var"))
 # What is each rank's own after the resume: nothing that hangs on parameters that differ, too.

@@ -16,7 +16,7 @@ from torch.utils.data import IterableDataset
 import air_lightning
 
 pytestmark = [
-    pytest.mark.timeout(120),
+    pytest.mark.timeout(400),
     pytest.mark.filterwarnings("ignore:This DataLoader will create"),
 ]
 

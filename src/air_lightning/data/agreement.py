@@ -10,6 +10,7 @@ collective is used, since those hang where only one rank iterates, but the proce
     first batch    the others are waited for, ``WAIT_S`` at most, while the workers make it
     later batches  another look once a second, until all ranks are here
     all here       the records of others are read only if a count is short of the total
+    an error       rank 0 raises it last, for its store mostly ends with it
 
 Who meets whom: the training loaders of all ranks (``equal_batches``) over one path, whatever their
 options, and otherwise loaders of the same options, so that an evaluation on one rank alone meets
@@ -26,7 +27,7 @@ import os
 import time
 import warnings
 from collections import Counter
-from typing import Any
+from typing import Any, NoReturn
 
 from torch.utils.data import Dataset
 
@@ -200,8 +201,7 @@ class Agreement:
         if not same_order and _explained(records):
             return
         if not same_order:
-            self.refused = True
-            raise RankMismatchError(difference(records))
+            self._refuse(difference(records))
         batches = by_value({rank: record["batches"] for rank, record in records.items()})
         message = (
             f"The ranks have different numbers of batches of {paths(records)} in this pass: "
@@ -209,9 +209,16 @@ class Agreement:
             'runs out. Use uneven="pad" (or "drop") and the same batch_size= on all ranks.'
         )
         if self._strict:
-            self.refused = True
-            raise RankMismatchError(message)
+            self._refuse(message)
         warnings.warn(message, stacklevel=4)
+
+    def _refuse(self, message: str) -> NoReturn:
+        self.refused = True
+        try:
+            self._board.wait_for_readers()
+        except Exception as error:  # noqa: BLE001 - as above
+            self._give_up(error)
+        raise RankMismatchError(message)
 
     def _tell_unlike(self, records: Records) -> None:
         text = difference({rank: {**r, "epoch": 0} for rank, r in records.items()})

@@ -4,6 +4,7 @@ import json
 import logging
 import os
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch.distributed
@@ -51,13 +52,16 @@ class Board:
 
     def wait_for_all(self) -> bool:
         """Wait for all ranks for a while; whether they are here."""
-        deadline, pause = time.monotonic() + WAIT_S, _FIRST_POLL_S
-        while not self.all_here():
-            if time.monotonic() + pause > deadline:
-                return False
-            time.sleep(pause)
-            pause = min(2 * pause, _LAST_POLL_S)
-        return True
+        return _wait_for(self.all_here)
+
+    def wait_for_readers(self) -> None:
+        """Note that this rank has read the records; on rank 0, wait a while until all have.
+
+        The store mostly ends with rank 0: were that to fail first, the others would know no reason.
+        """
+        self._count("read", 1)
+        if self._rank == 0:
+            _wait_for(lambda: self.all_here("read"))
 
     def all_have(self, digest: str) -> bool:
         """Whether all ranks have published this."""
@@ -86,6 +90,16 @@ class Board:
 
     def _count(self, name: str, number: int = 0) -> int:
         return int(self._store.add(f"{self._key}/{name}", number))
+
+
+def _wait_for(condition: Callable[[], bool]) -> bool:
+    deadline, pause = time.monotonic() + WAIT_S, _FIRST_POLL_S
+    while not condition():
+        if time.monotonic() + pause > deadline:
+            return False
+        time.sleep(pause)
+        pause = min(2 * pause, _LAST_POLL_S)
+    return True
 
 
 def group_store() -> Any:

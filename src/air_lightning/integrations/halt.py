@@ -41,7 +41,7 @@ class Halt:
         world_size: Ranks.
         name: Prefix of the keys, another one for each run of the process group.
         terminated_at: When this process got SIGTERM, by ``time.monotonic``; None as long as not.
-        patience_s: Seconds after which a rank that waits publishes a later point.
+        patience_s: Seconds after which a rank that waits publishes a later point; five by default.
     """
 
     def __init__(
@@ -50,15 +50,15 @@ class Halt:
         world_size: int,
         name: str,
         terminated_at: Callable[[], float | None] = never,
-        patience_s: float = _PATIENCE_S,
+        patience_s: float | None = None,
     ) -> None:
         self._store, self._world_size, self._name = store, world_size, name
         self._signal: int | None = None
         self._link = 0  # of the chain of published points
         self._target: Point | None = None
         self._last: Point = (-1, 0, 0)
-        self._patience_s = patience_s
-        self._ending_wait_s = _ENDING_PATIENCE * patience_s
+        self._patience_s = _PATIENCE_S if patience_s is None else patience_s
+        self._ending_wait_s = _ENDING_PATIENCE * self._patience_s
         self._terminated_at = terminated_at
         self._met_at: float | None = None  # when this rank first waited
 
