@@ -8,7 +8,7 @@ import pytest
 
 from air_lightning import find_latest_valid
 from conftest import Volume
-from integration.training import Run, assert_same, diary, result, train
+from integration.training import Run, assert_same, diary, generators, result, train
 from ranks import KILLED, run_ranks
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -44,6 +44,7 @@ def assert_resumes_exactly(run: Run, tmp_path: Path, kills: list[int]) -> None:
     assert diary(broken) == diary(whole)
     for rank in range(run.world_size):
         assert_same(result(broken, rank), result(whole, rank))
+        assert_same(generators(broken, rank), generators(whole, rank), f"rank {rank}")
     if not any(key == "limit_train_batches" for key, _ in run.trainer):
         assert_each_file_once_per_epoch(broken)
 
@@ -108,6 +109,31 @@ def test_resumed_at_an_epochs_last_step_twice(
     amount = 4 if limit == "max_epochs" else 4 * 11
     run = Run(numbers, "", has_length=has_length, every_n_steps=11, trainer=((limit, amount),))
     assert_resumes_exactly(run, tmp_path, kills=[13, 24, 38])
+
+
+@pytest.mark.parametrize("validate", [True, False])
+@pytest.mark.parametrize("save_at_epoch_end", [True, False])
+@pytest.mark.parametrize("limit", ["max_epochs", "max_steps"])
+def test_a_run_that_is_over_resumes_to_where_it_ended(
+    numbers: str, tmp_path: Path, limit: str, save_at_epoch_end: bool, validate: bool
+) -> None:
+    """Started again after its end, and again, a run trains nothing and stands where it stood."""
+    per_epoch = 11
+    run = Run(
+        numbers,
+        str(tmp_path / "run"),
+        every_n_steps=per_epoch,
+        save_at_epoch_end=save_at_epoch_end,
+        validate=validate,
+        trainer=((limit, 2 if limit == "max_epochs" else 2 * per_epoch),),
+    )
+    attempt(run, tmp_path, killed=False)
+    lines, ended, drawn = diary(run), result(run), generators(run)
+    for again in ("once", "twice"):
+        attempt(run, tmp_path, killed=False)
+        assert diary(run) == lines
+        assert_same(result(run), ended, again)
+        assert_same(generators(run), drawn, again)
 
 
 def test_limit_train_batches(numbers: str, tmp_path: Path) -> None:

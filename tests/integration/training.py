@@ -25,6 +25,7 @@ from torch.distributed.tensor.parallel import (
 from torch.utils.data import IterableDataset
 
 from air_lightning import AirCheckpointIO, AirDataModule, AirResume
+from air_lightning.checkpoint.rng import capture_rng_state
 
 FEATURES = 4
 
@@ -256,6 +257,7 @@ def train(run: Run, *, extra: Sequence[Callback] = (), save_on_exception: bool =
         model_state = whole(dict(model.state_dict()))
     result = {"model": model_state, "optimizer": whole(optimizer)}
     torch.save(result, f"{run.directory}/result-{trainer.global_rank}.pt")
+    torch.save(capture_rng_state(), f"{run.directory}/generators-{trainer.global_rank}.pt")
 
 
 def diary(run: Run) -> dict[tuple[int, int], dict[str, Any]]:
@@ -272,6 +274,11 @@ def diary(run: Run) -> dict[tuple[int, int], dict[str, Any]]:
 def result(run: Run, rank: int = 0) -> dict[str, Any]:
     """The final weights and optimizer state of one rank."""
     return torch.load(f"{run.directory}/result-{rank}.pt", weights_only=True)
+
+
+def generators(run: Run, rank: int = 0) -> dict[str, Any]:
+    """Where the random generators of one rank stood in the end."""
+    return torch.load(f"{run.directory}/generators-{rank}.pt", weights_only=True)
 
 
 def assert_same(got: Any, wanted: Any, where: str = "") -> None:

@@ -222,11 +222,12 @@ class Restorer:
         try:
             if origin is None or origin.stage is None:
                 self._set_up_and_run()
-                return
-            self._restore_what_is_open(origin, between_epochs=origin.stage["between_epochs"])
-            self._stage = dict(origin.stage)
-            with stages.begun(self._trainer, self._stage, self._restore_rng):
-                self._set_up_and_run()
+            else:
+                self._restore_what_is_open(origin, between_epochs=origin.stage["between_epochs"])
+                self._stage = dict(origin.stage)
+                with stages.begun(self._trainer, self._stage, self._restore_rng):
+                    self._set_up_and_run()
+            self._restore_rng()  # of a run that was over: its loops are not entered
         finally:
             self._is_run = False
 
