@@ -39,3 +39,30 @@ def _is_in(frame: FrameType | None, function: Callable[..., object]) -> bool:
     while frame is not None and frame.f_code is not function.__code__:
         frame = frame.f_back
     return frame is not None
+
+
+@contextlib.contextmanager
+def at_line(
+    number: int, function: Callable[..., object], action: Callable[[], object]
+) -> Iterator[None]:
+    """Do something before the line of this number of all that the first call of a function runs."""
+    left, first = [number], list[FrameType]()
+
+    def trace(frame: FrameType, event: str, _: object) -> object:
+        at: FrameType | None = frame
+        while at is not None and at.f_code is not function.__code__:
+            at = at.f_back
+        if at is not None and not first:
+            first.append(at)
+        if event == "line" and at is not None and at is first[0]:
+            left[0] -= 1
+            if left[0] == -1:
+                action()
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        yield
+    finally:
+        sys.settrace(before)

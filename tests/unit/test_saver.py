@@ -9,7 +9,6 @@ import sys
 import textwrap
 import threading
 import time
-from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 
@@ -23,8 +22,9 @@ from air_lightning.checkpoint.dcp import UCVolumeReader, UCVolumeWriter
 from air_lightning.checkpoint.manifest import MANIFEST, METADATA
 from air_lightning.checkpoint.saver import AsyncSaver
 from air_lightning.checkpoint.state import optimizer_names, read_checkpoint, to_entries
+from air_lightning.checkpoint.turn import Flag
 from air_lightning.errors import CorruptCheckpointError, InvalidArgumentError, SaveFailedError
-from amid import amid
+from amid import amid, at_line
 from ranks import run_ranks
 
 
@@ -314,7 +314,7 @@ def test_a_signal_handler_may_save_at_any_line_of_a_wait(tmp_path):
         saver.save(_entries(1.0), lambda go=go: SlowWriter(tmp_path / "a", go))
         opener = threading.Timer(0.02, go.set)  # where the line comes after that, or is none
         opener.start()
-        with _at_line(number, AsyncSaver.wait, handle):
+        with at_line(number, AsyncSaver.wait, handle):
             saver.save(_entries(3.0), lambda: UCVolumeWriter(str(tmp_path / "c")))
         saver.wait()
         opener.join()
@@ -323,29 +323,38 @@ def test_a_signal_handler_may_save_at_any_line_of_a_wait(tmp_path):
     assert amid_lines >= 6, "as many lines are run also where there is nothing to wait for"
 
 
-@contextmanager
-def _at_line(number, function, action):
-    """Do something before the line of this number of all that the first call of a function runs."""
-    left, first = [number], []
+def test_a_signal_handler_may_save_at_any_line_of_what_follows_a_save(tmp_path, saver):
+    """What is to follow a publication is done once, whenever the handler's own save begins."""
+    amid_lines = 0
+    for number in range(12):
+        go, done, followed = threading.Event(), [], []
 
-    def trace(frame, event, _):
-        at = frame
-        while at is not None and at.f_code is not function.__code__:
-            at = at.f_back
-        if at is not None and not first:
-            first.append(at)
-        if event == "line" and at is not None and at is first[0]:
-            left[0] -= 1
-            if left[0] == -1:
-                action()
-        return trace
+        def handle(done=done, go=go):
+            done.append(True)
+            go.set()
+            saver.save(_entries(2.0), lambda: UCVolumeWriter(str(tmp_path / "b")))
 
-    before = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        yield
-    finally:
-        sys.settrace(before)
+        saver.save(_entries(1.0), lambda go=go: SlowWriter(tmp_path / "a", go))
+        with at_line(number, AsyncSaver.after_published, handle):
+            saver.after_published(lambda followed=followed: followed.append(True))
+        go.set()
+        saver.wait()
+        assert followed == [True]
+        amid_lines += len(done)
+    assert amid_lines >= 3
+
+
+def test_who_waited_goes_on_though_the_next_save_has_begun():
+    """A flag that was set and cleared again at once has woken whoever waited for it."""
+    flag, woken = Flag(is_set=False), []
+    waiter = threading.Thread(target=lambda: woken.append(flag.wait(300)))
+    waiter.start()
+    while not flag._waiting:
+        time.sleep(0.001)
+    flag.set()
+    flag.clear()
+    waiter.join()
+    assert woken == [True]
 
 
 def test_failure_is_raised_once_and_names_the_path(tmp_path, saver):

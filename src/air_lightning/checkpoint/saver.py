@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.storage import StorageWriter
 
 from air_lightning.checkpoint.blobs import nbytes
 from air_lightning.checkpoint.ending import wait_at_exit
+from air_lightning.checkpoint.following import Following
 from air_lightning.checkpoint.moving import is_helped
 from air_lightning.checkpoint.planner import FailedWriter, first_failure
 from air_lightning.checkpoint.planner import save as save_entries
@@ -96,14 +97,12 @@ class AsyncSaver:
         self._preparing: threading.Thread | None = None
         self._pid = os.getpid()
         self._turn = Turn()
-        self._lock = threading.Lock()
         self._idle = Flag(is_set=True)
         self._awaited = Flag(is_set=False)
         self._failed: list[SaveFailedError] = []  # the last one's error, until it is raised
         self._target = ""
         self._started = 0.0
-        self._actions: list[Callable[[], None]] = []
-        self._on_published: Callable[[], None] | None = None
+        self._following = Following(is_over=True)
         wait_at_exit(self, lambda saver: saver.close())
 
     def save(
@@ -138,13 +137,11 @@ class AsyncSaver:
             ended = time.perf_counter()
             stats = SaveStats(ended - begun, ended - waited, 0.0, size)
             self.stats.append(stats)
-            with self._lock:
-                self._actions = [] if on_published is None else [on_published]
-                self._on_published = on_published
-                self._started = time.monotonic()
-                self._target = "the checkpoint"
-                self._awaited.clear()
-                self._idle.clear()
+            self._following = Following(on_published)
+            self._started = time.monotonic()
+            self._target = "the checkpoint"
+            self._awaited.clear()
+            self._idle.clear()
             # A daemon: exit waits in wait_at_exit, with a bound; joining would have none.
             todo = (staged, make_writer, failure, stats)
             if start_thread(self._run, "air-lightning-save", *todo) is None:
@@ -219,15 +216,7 @@ class AsyncSaver:
         Args:
             action: Called in the background, or right here.
         """
-        with self._lock:
-            if not self._idle.is_set():
-                self._actions.append(action)
-                return
-            failed = bool(self._failed)
-        if failed:
-            _log.warning("What was to follow the save is dropped, because the save failed.")
-        else:
-            _run_logged(action)
+        self._following.add(action, has_failed=lambda: bool(self._failed))
 
     def in_flight(self) -> bool:
         """Whether a save is running in the background."""
@@ -287,7 +276,10 @@ class AsyncSaver:
             error.__cause__ = cause
         stats.write_s = time.perf_counter() - begun
         staged.clear()
-        self._follow_up(error)
+        # First: whoever finds the save over, and no failure, deletes what it was to replace.
+        self._failed = [] if error is None else [error]
+        self._following.end(failed=error is not None, target=self._target)
+        self._idle.set()
 
     def _write(self, staged: dict[str, Any], writer: StorageWriter) -> None:
         save_entries(staged, writer, process_group=self._process_group, no_dist=self._no_dist)
@@ -315,32 +307,3 @@ class AsyncSaver:
             f"Saving {self._target} failed on rank {rank}: {type(first).__name__}: {told}. "
             "It is not a checkpoint; the one before it still is. Free the cause and save again."
         )
-
-    def _follow_up(self, error: SaveFailedError | None) -> None:
-        """Run or drop what was queued, then let waiters go on; actions may queue more."""
-        while True:
-            with self._lock:
-                # What belongs to the save itself is no loss: nobody asked for it.
-                dropped = [action for action in self._actions if action is not self._on_published]
-                if error is not None and dropped:
-                    _log.warning(
-                        "%d actions that were to follow the save of %s are dropped (old "
-                        "checkpoints are kept), because it failed.",
-                        len(dropped),
-                        self._target,
-                    )
-                if error is not None or not self._actions:
-                    self._actions = []
-                    self._failed = [] if error is None else [error]
-                    self._idle.set()
-                    return
-                action = self._actions.pop(0)
-            _run_logged(action)
-
-
-def _run_logged(action: Callable[[], None]) -> None:
-    try:
-        action()
-    except Exception:  # noqa: BLE001 - logged
-        # Raised on this rank alone, it would leave the others waiting in their next save.
-        _log.exception("The save is published, but what was to follow it failed.")

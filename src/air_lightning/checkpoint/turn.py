@@ -49,8 +49,10 @@ class Flag:
             waiting.acquire()
             self._waiting.append(waiting)
             try:
-                if not self._is_set:  # whoever set it before did not see this one waiting
-                    waiting.acquire(timeout=left)
+                # Whoever set it before did not see this one waiting; who was woken goes on, also
+                # where it was cleared since: the next save is not the one that was waited for.
+                if not self._is_set and waiting.acquire(timeout=left):
+                    return True
             finally:
                 self._waiting.remove(waiting)
         return True
