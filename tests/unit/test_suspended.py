@@ -5,15 +5,17 @@ import os
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from air_lightning.checkpoint.dcp import UCVolumeWriter
+from air_lightning.checkpoint.envelope import _envelope, envelope
 from air_lightning.checkpoint.planner import save
 from air_lightning.checkpoint.saver import AsyncSaver
 from air_lightning.checkpoint.state import to_entries
-from air_lightning.checkpoint.suspended import no_collections
+from air_lightning.checkpoint.suspended import no_collections, no_zip_checksums
 from ranks import run_ranks
 
 
@@ -46,6 +48,62 @@ def test_the_last_user_puts_it_back(before: bool) -> None:
     leave.set()
     thread.join()
     assert gc.isenabled() is before
+
+
+@pytest.mark.parametrize("mine_first", [True, False])
+@pytest.mark.parametrize("before", [True, False])
+def test_checksums_are_off_in_every_thread_that_wants_it(before: bool, mine_first: bool) -> None:
+    """Whoever leaves first: off for both while inside, and for each as it was before."""
+    get, put = torch.serialization.get_crc32_options, torch.serialization.set_crc32_options
+    inside, leave, seen, was = threading.Event(), threading.Event(), [], get()
+
+    def other() -> None:
+        seen.append(get())
+        with no_zip_checksums():
+            seen.append(get())
+            inside.set()
+            leave.wait(150)
+            seen.append(get())
+        seen.append(get())
+
+    thread = threading.Thread(target=other)
+    put(before)
+    try:
+        with no_zip_checksums():
+            thread.start()
+            assert inside.wait(150)
+            assert get() is False
+            if not mine_first:
+                leave.set()
+                thread.join()
+            assert get() is False
+        leave.set()
+        thread.join()
+        assert get() is before
+    finally:
+        put(was)
+    assert seen[1:3] == [False, False]
+    # Some versions of torch have one option for all threads: off as long as anyone is inside.
+    is_own = seen[0]
+    assert seen[3] is (True if is_own else before and mine_first)
+
+
+def test_an_envelope_is_the_same_whatever_other_threads_make() -> None:
+    """Made in two threads at once, what surrounds a tensor has no checksum in either."""
+    started = threading.Barrier(2)
+    made: list[set[Any]] = []
+
+    def make() -> None:
+        started.wait(150)
+        made.append({envelope(torch.int16, (3, 1000 + size)) for size in range(200)})
+
+    threads = [threading.Thread(target=make) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    _envelope.cache_clear()
+    assert made == [{envelope(torch.int16, (3, 1000 + size)) for size in range(200)}] * 2
 
 
 def test_an_error_inside_puts_it_back() -> None:
