@@ -292,7 +292,7 @@ def _locked(directory: int, name: str) -> int:
             if os.path.samestat(os.fstat(descriptor), os.stat(name, dir_fd=directory)):
                 return descriptor
         except FileNotFoundError:
-            pass
+            pass  # removed, and not made anew yet: once more
         except BaseException:
             os.close(descriptor)
             raise

@@ -332,7 +332,7 @@ def _discard(local: str) -> None:
     try:
         os.unlink(local)
     except FileNotFoundError:
-        pass
+        pass  # nothing was begun
     except OSError as error:
         _logger.warning("Could not remove the unfinished file %s: %s", local, error)
 
